@@ -1,0 +1,71 @@
+# The front door. `make demo` and `make test` set up everything they need; the second run starts in seconds.
+#
+#   make demo       train a small sharded model on two processes
+#   make test       C++ and Python tests
+#   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
+#   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
+#   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
+#   make format     rewrite the sources in the project's style;  make lint checks it
+#   make clean      remove what was built
+
+BUILD := build/release
+TORCH := torch==2.13.0
+
+ifdef PYTHON
+  SETUP :=
+else
+  PYTHON := .venv/bin/python
+  SETUP := .venv/ready
+endif
+
+export PYTHONPATH := $(CURDIR)/python
+CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) -Wno-dev
+
+.PHONY: all demo test test-cpp test-python build bench peers sanitize format lint clean
+
+all: build
+
+.venv/ready: requirements-dev.txt scripts/system-packages
+	scripts/system-packages
+	python3 -m venv .venv
+	.venv/bin/python -m pip install -q $(TORCH)
+	.venv/bin/python -m pip install -q -r requirements-dev.txt
+	touch $@
+
+build: $(SETUP)
+	$(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON --log-level=WARNING
+	cmake --build $(BUILD)
+
+test: test-cpp test-python
+
+test-cpp: build
+	ctest --test-dir $(BUILD) --output-on-failure -j 2
+
+test-python: build
+	$(PYTHON) -m pytest tests/python -q
+
+demo: build
+	$(PYTHON) examples/operators.py
+
+bench: build
+	for benchmark in benchmarks/[a-z]*.py; do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
+
+peers: $(SETUP)
+	$(PYTHON) -m pip install -q -r benchmarks/requirements-peers.txt
+
+sanitize: $(SETUP)
+	scripts/sanitize $(PYTHON)
+
+format: $(SETUP)
+	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format -i
+	.venv/bin/ruff format python tests benchmarks examples
+	.venv/bin/ruff check --fix python tests benchmarks examples
+
+lint: $(SETUP)
+	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
+	.venv/bin/ruff format --check python tests benchmarks examples
+	.venv/bin/ruff check python tests benchmarks examples
+	.venv/bin/mypy python/deepcompile
+
+clean:
+	rm -rf build python/deepcompile/_C*.so python/deepcompile/lib python/deepcompile/bin

@@ -1,0 +1,32 @@
+#include "deepcompile/base/environment.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "deepcompile/base/error.h"
+
+namespace dc {
+namespace {
+
+TEST(Environment, UnsetAndEmptyVariablesTakeTheirDefaults) {
+  unsetenv("DEEPCOMPILE_CPU_STREAM");
+  setenv("DEEPCOMPILE_LOG", "", 1);
+  EXPECT_EQ(Environment::read().cpu_stream, "auto");
+  EXPECT_EQ(Environment::read().log, "warning");
+}
+
+TEST(Environment, AnUnknownValueIsAnErrorThatNamesVariableValueAndChoices) {
+  setenv("DEEPCOMPILE_CPU_STREAM", "thread", 1);
+  try {
+    Environment::read();
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "environment variable DEEPCOMPILE_CPU_STREAM='thread': expected one of auto, inline, worker");
+  }
+  unsetenv("DEEPCOMPILE_CPU_STREAM");
+}
+
+}  // namespace
+}  // namespace dc
