@@ -1,0 +1,15 @@
+"""deepcompile: ZeRO-1, 2 and 3 for PyTorch, with every collective scheduled by a planner that has seen the whole step."""
+
+from __future__ import annotations
+
+import os
+
+from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc
+from deepcompile import _compile as _compile  # teaches torch.compile about the operators
+from deepcompile import dc
+from deepcompile._version import __version__
+
+#: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
+cmake_prefix_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake")
+
+__all__ = ["__version__", "cmake_prefix_path", "dc"]

@@ -1,0 +1,1 @@
+"""Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler."""

@@ -1,0 +1,28 @@
+"""Loads the native library, once, after making sure that the names of its operators are free."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+#: Operator namespaces that the native library registers.
+NAMESPACES = ("dc",)
+
+
+def _taken(namespaces: tuple[str, ...]) -> list[str]:
+    """The operators that another library has already registered under one of our names."""
+    prefixes = tuple(f"{name}::" for name in namespaces)
+    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefixes))
+
+
+if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
+    raise ImportError(
+        f"another library in this process owns the operators torch.ops.{taken[0].split('::')[0]}.* "
+        f"(for example {taken[0]}), which deepcompile registers too. Load only one of the two: DeepSpeed's DeepCompile "
+        "extension and deepcompile cannot share a process."
+    )
+
+from deepcompile import _C  # noqa: E402
+
+__all__ = ["_C"]

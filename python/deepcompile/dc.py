@@ -1,0 +1,269 @@
+"""The runtime: register sharded parameters and graphs, then call the operators ``torch.ops.dc.*``.
+
+The functions of this module act on the default runtime, which :func:`init` makes and :func:`cleanup` destroys. A process
+that needs a second one, on another process group, makes it with :class:`Runtime`, whose methods are the same functions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepcompile import _channels, _saved_tensors
+from deepcompile._load import _C
+from deepcompile.runtime_config import make_config
+
+_DEFAULT_BUCKET_SIZE = 50_000_000
+
+_open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+class Runtime:
+    """One runtime per process group. ``config`` is a dict or an object with the attributes of
+    :class:`deepcompile.runtime_config.RuntimeConfig`; ``initial_reduce_bucket_size`` counts elements.
+
+    Making one is a collective: every rank of ``process_group`` does it.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        config: Mapping[str, Any] | object | None = None,
+        initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
+    ) -> None:
+        native_config = make_config(config)
+        if isinstance(initial_reduce_bucket_size, bool) or not isinstance(initial_reduce_bucket_size, int):
+            raise TypeError(f"initial_reduce_bucket_size must be a number of elements, not {initial_reduce_bucket_size!r}")
+        group = _channels.resolve_group(process_group)
+        gather, reduce = _channels.open_channels(group, native_config.timeout)
+        self._native = _C.Runtime(
+            group, native_config, initial_reduce_bucket_size, gather, reduce, _channels.ranks_on_this_host(group)
+        )
+        self._hooks = _saved_tensors.SavedTensorHooks()
+        _open_runtimes.add(self)
+
+    def register_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None,
+        offset: int,
+        *,
+        name: str = "",
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Registers a whole parameter for ZeRO-1 or 2. ``grad_buffer`` receives elements ``[offset, offset + its numel)``
+        of the flattened averaged gradient; an empty one owns nothing. Where no rank owns anything the parameter is frozen.
+        """
+        self._native.register_param(
+            ds_id, list(ds_shape), ds_tensor, grad_buffer, offset, name=name, reduce_dtype=reduce_dtype
+        )
+
+    def register_z3_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None,
+        persistent: bool = False,
+        *,
+        name: str = "",
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Registers this rank's shard of a parameter for ZeRO-3: ``ceil(numel / ranks)`` elements of the flattened
+        parameter, padded at the end. An empty ``grad_buffer``, or None, marks a frozen parameter.
+        """
+        self._native.register_z3_param(
+            ds_id, list(ds_shape), ds_tensor, grad_buffer, persistent, name=name, reduce_dtype=reduce_dtype
+        )
+
+    def register_graph_z1(self, graph_id: int, ds_ids: Sequence[int]) -> None:
+        self._native.register_graph_z1(graph_id, list(ds_ids))
+
+    def register_graph_z2(self, graph_id: int, ds_ids: Sequence[int]) -> None:
+        self._native.register_graph_z2(graph_id, list(ds_ids))
+
+    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int]) -> None:
+        """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order."""
+        self._native.register_graph_z3(graph_id, list(ds_ids))
+
+    def set_persistent(self, ds_id: int) -> None:
+        """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
+        self._native.set_persistent(ds_id)
+
+    def start_forward(self) -> None:
+        """The first call proves, in one collective, that all ranks have registered the same."""
+        self._native.start_forward()
+        self._hooks.enter()
+
+    def end_forward(self) -> None:
+        self._hooks.leave()
+        self._native.end_forward()
+
+    def start_backward(self, update: bool) -> None:
+        """``update`` says that an optimizer step follows this backward."""
+        self._native.start_backward(update)
+
+    def enable_profiling(self, enable: bool) -> None:
+        """While enabled, reductions and frees are skipped."""
+        self._native.enable_profiling(enable)
+
+    def is_profiling(self) -> bool:
+        return self._native.is_profiling()
+
+    def reset(self) -> None:
+        """Forgets all graphs and gathered parameters. The registered parameters stay."""
+        self._hooks.leave()
+        self._native.reset()
+
+    def invalidate_gathered_param(self, ds_id: int) -> None:
+        """The next gather of the parameter travels again, persistent or not."""
+        self._native.invalidate_gathered_param(ds_id)
+
+    def clear_all_gathered_params(self) -> None:
+        self._native.clear_all_gathered_params()
+
+    def stats(self) -> dict[str, Any]:
+        """What this rank did, in numbers (docs/runtime.md lists them)."""
+        return self._native.stats()
+
+    def cleanup(self) -> None:
+        """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
+        self._hooks.leave()
+        self._native.close()
+        _open_runtimes.discard(self)
+
+
+_default: Runtime | None = None
+
+
+def init(
+    process_group: dist.ProcessGroup | None = None,
+    config: Mapping[str, Any] | object | None = None,
+    initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
+) -> Runtime:
+    """Makes the default runtime, on ``process_group`` or the default group. Every rank of the group calls it."""
+    global _default
+    if _default is not None:
+        raise RuntimeError(
+            "dc.init: the default runtime exists already; call dc.cleanup() first, or make a second runtime on another "
+            "process group with dc.Runtime(process_group, config, initial_reduce_bucket_size)"
+        )
+    runtime = Runtime(process_group, config, initial_reduce_bucket_size)
+    _C.set_default_runtime(runtime._native)
+    _default = runtime
+    return runtime
+
+
+def cleanup() -> None:
+    """Destroys the default runtime; does nothing when there is none. ``init`` may be called again afterwards."""
+    global _default
+    runtime, _default = _default, None
+    _C.set_default_runtime(None)
+    if runtime is not None:
+        runtime.cleanup()
+
+
+def _runtime() -> Runtime:
+    if _default is None:
+        raise RuntimeError("no runtime: call dc.init(process_group, config, initial_reduce_bucket_size) first")
+    return _default
+
+
+def register_param(
+    ds_id: int,
+    ds_shape: Sequence[int],
+    ds_tensor: torch.Tensor,
+    grad_buffer: torch.Tensor | None,
+    offset: int,
+    *,
+    name: str = "",
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    _runtime().register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset, name=name, reduce_dtype=reduce_dtype)
+
+
+def register_z3_param(
+    ds_id: int,
+    ds_shape: Sequence[int],
+    ds_tensor: torch.Tensor,
+    grad_buffer: torch.Tensor | None,
+    persistent: bool = False,
+    *,
+    name: str = "",
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    _runtime().register_z3_param(
+        ds_id, ds_shape, ds_tensor, grad_buffer, persistent, name=name, reduce_dtype=reduce_dtype
+    )
+
+
+def register_graph_z1(graph_id: int, ds_ids: Sequence[int]) -> None:
+    _runtime().register_graph_z1(graph_id, ds_ids)
+
+
+def register_graph_z2(graph_id: int, ds_ids: Sequence[int]) -> None:
+    _runtime().register_graph_z2(graph_id, ds_ids)
+
+
+def register_graph_z3(graph_id: int, ds_ids: Sequence[int]) -> None:
+    _runtime().register_graph_z3(graph_id, ds_ids)
+
+
+def set_persistent(ds_id: int) -> None:
+    _runtime().set_persistent(ds_id)
+
+
+def start_forward() -> None:
+    _runtime().start_forward()
+
+
+def end_forward() -> None:
+    _runtime().end_forward()
+
+
+def start_backward(update: bool) -> None:
+    _runtime().start_backward(update)
+
+
+def enable_profiling(enable: bool) -> None:
+    _runtime().enable_profiling(enable)
+
+
+def is_profiling() -> bool:
+    return _runtime().is_profiling()
+
+
+def reset() -> None:
+    _runtime().reset()
+
+
+def invalidate_gathered_param(ds_id: int) -> None:
+    _runtime().invalidate_gathered_param(ds_id)
+
+
+def clear_all_gathered_params() -> None:
+    _runtime().clear_all_gathered_params()
+
+
+def stats() -> dict[str, Any]:
+    return _runtime().stats()
+
+
+def initialize(size: int, rank: int) -> None:
+    """The shared-memory interface for CPU inference."""
+    raise NotImplementedError("dc.initialize: the shared-memory collectives are not part of this version")
+
+
+@atexit.register
+def _cleanup_all() -> None:
+    """Before the interpreter takes the process groups apart."""
+    cleanup()
+    for runtime in list(_open_runtimes):
+        runtime.cleanup()

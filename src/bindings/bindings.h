@@ -1,0 +1,11 @@
+// What module.cpp puts together.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace dc {
+
+void bindRuntime(pybind11::module_& module);
+void bindSavedTensors(pybind11::module_& module);
+
+}  // namespace dc

@@ -1,0 +1,6 @@
+#include "deepcompile/bindings/bindings.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  dc::bindRuntime(module);
+  dc::bindSavedTensors(module);
+}

@@ -1,0 +1,139 @@
+// The runtime and its default instance.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "deepcompile/bindings/bindings.h"
+#include "deepcompile/comm/c10d_communicator.h"
+#include "deepcompile/runtime/runtime.h"
+
+namespace dc {
+namespace {
+
+namespace py = pybind11;
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// `gather` and `reduce` are the same object where the group's backend has to serve both.
+std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config, std::int64_t bucket_size,
+                                     const BackendPtr& gather, const BackendPtr& reduce, int local_ranks) {
+  auto context = std::make_shared<Context>(config, gather->getRank(), gather->getSize());
+  Channels channels;
+  channels.gather = makeC10dCommunicator(gather, context->traffic);
+  channels.reduce = gather == reduce ? channels.gather : makeC10dCommunicator(reduce, context->traffic);
+  return std::make_shared<Runtime>(group, std::move(context), std::move(channels), bucket_size, local_ranks);
+}
+
+ParamOptions paramOptions(const std::string& name, const std::optional<at::ScalarType>& reduce_dtype) {
+  return {name, reduce_dtype};
+}
+
+py::dict statsOf(Runtime& runtime) {
+  const Stats& stats = runtime.context().stats;
+  const Traffic& traffic = *runtime.context().traffic;
+  py::dict calls;
+  py::dict bytes;
+  for (std::size_t kind = 0; kind < kCollectiveNames.size(); ++kind) {
+    const py::str name(kCollectiveNames[kind].data(), kCollectiveNames[kind].size());
+    calls[name] = traffic.calls(static_cast<Collective>(kind));
+    bytes[name] = traffic.bytes(static_cast<Collective>(kind));
+  }
+  BufferPool& pool = runtime.pool();
+  py::dict all;
+  all["rank"] = runtime.context().rank;
+  all["world_size"] = runtime.context().size;
+  all["cpu_stream"] = runtime.streamMode() == CpuStreamMode::Worker ? "worker" : "inline";
+  all["parameters"] = runtime.parameterCount();
+  all["collectives"] = calls;
+  all["bytes_sent"] = bytes;
+  all["gathers_launched"] = stats.gathers_launched.load();
+  all["gathers_fused"] = stats.gathers_fused.load();
+  all["gathers_reused"] = stats.gathers_reused.load();
+  all["gathers_in_backward"] = stats.gathers_in_backward.load();
+  all["releases"] = stats.releases.load();
+  all["gathered_bytes_live"] = pool.live();
+  all["gathered_bytes_peak"] = pool.peak();
+  all["buffers_taken"] = pool.taken();
+  all["buffers_reused"] = pool.reused();
+  all["buffer_bytes_idle"] = pool.idle();
+  all["gradients_reduced"] = stats.gradients_reduced.load();
+  all["gradients_missing"] = stats.gradients_missing.load();
+  all["gradients_parked"] = stats.gradients_parked.load();
+  all["buckets_flushed"] = stats.buckets_flushed.load();
+  all["activations_freed"] = stats.activations_freed.load();
+  all["bytes_offloaded"] = stats.bytes_offloaded.load();
+  all["bytes_reloaded"] = stats.bytes_reloaded.load();
+  all["waits"] = stats.waits.load();
+  all["wait_seconds"] = static_cast<double>(stats.wait_nanoseconds.load()) * 1e-9;
+  return all;
+}
+
+void bindConfig(py::module_& module) {
+  py::class_<Config>(module, "Config")
+      .def(py::init<>())
+      .def_readwrite("symmetric_memory", &Config::symmetric_memory)
+      .def_readwrite("double_buffer", &Config::double_buffer)
+      .def_readwrite("free_activation_threshold", &Config::free_activation_threshold)
+      .def_readwrite("sync_before_reduce", &Config::sync_before_reduce)
+      .def_readwrite("sync_after_reduce", &Config::sync_after_reduce)
+      .def_readwrite("sync_before_allgather", &Config::sync_before_allgather)
+      .def_readwrite("sync_after_allgather", &Config::sync_after_allgather)
+      .def_readwrite("pre_div_reduce", &Config::pre_div_reduce)
+      .def_readwrite("timeout", &Config::timeout)
+      .def_readwrite("debug", &Config::debug);
+}
+
+}  // namespace
+
+// Everything that may wait for other ranks or threads lets the interpreter go.
+void bindRuntime(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  bindConfig(module);
+
+  py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
+      .def(py::init(&makeRuntime), py::arg("process_group"), py::arg("config"), py::arg("initial_reduce_bucket_size"),
+           py::arg("gather"), py::arg("reduce"), py::arg("local_ranks"))
+      .def(
+          "register_param",
+          [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+             std::optional<at::Tensor> grad_buffer, std::int64_t offset, const std::string& name,
+             std::optional<at::ScalarType> reduce_dtype) {
+            runtime.registerParam(ds_id, ds_shape, std::move(ds_tensor), grad_buffer.value_or(at::Tensor()), offset,
+                                  paramOptions(name, reduce_dtype));
+          },
+          py::arg("ds_id"), py::arg("ds_shape"), py::arg("ds_tensor"), py::arg("grad_buffer"), py::arg("offset"),
+          py::kw_only(), py::arg("name") = "", py::arg("reduce_dtype") = py::none(), NoGil())
+      .def(
+          "register_z3_param",
+          [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+             std::optional<at::Tensor> grad_buffer, bool persistent, const std::string& name,
+             std::optional<at::ScalarType> reduce_dtype) {
+            runtime.registerZ3Param(ds_id, ds_shape, std::move(ds_tensor), grad_buffer.value_or(at::Tensor()), persistent,
+                                    paramOptions(name, reduce_dtype));
+          },
+          py::arg("ds_id"), py::arg("ds_shape"), py::arg("ds_tensor"), py::arg("grad_buffer"),
+          py::arg("persistent") = false, py::kw_only(), py::arg("name") = "", py::arg("reduce_dtype") = py::none(),
+          NoGil())
+      .def("register_graph_z1", &Runtime::registerGraphZ1, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
+      .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
+      .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
+      .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
+      .def("start_forward", &Runtime::startForward, NoGil())
+      .def("end_forward", &Runtime::endForward, NoGil())
+      .def("start_backward", &Runtime::startBackward, py::arg("update"), NoGil())
+      .def("enable_profiling", &Runtime::enableProfiling, py::arg("enable"))
+      .def("is_profiling", &Runtime::isProfiling)
+      .def("reset", &Runtime::reset, NoGil())
+      .def("invalidate_gathered_param", &Runtime::invalidateGatheredParam, py::arg("ds_id"), NoGil())
+      .def("clear_all_gathered_params", &Runtime::clearAllGatheredParams, NoGil())
+      .def("close", &Runtime::close, NoGil())
+      .def("stats", &statsOf);
+
+  module.def("default_runtime", &defaultRuntime);
+  module.def("set_default_runtime", &setDefaultRuntime, py::arg("runtime").none(true));
+}
+
+}  // namespace dc

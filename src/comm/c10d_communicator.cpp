@@ -1,0 +1,183 @@
+#include "deepcompile/comm/c10d_communicator.h"
+
+#include <cstring>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/comm/ordered_sum.h"
+
+namespace dc {
+namespace {
+
+at::Tensor asBytes(const at::Tensor& tensor) { return tensor.view(at::kByte); }
+
+at::Tensor bytesLike(const at::Tensor& tensor, std::int64_t count) {
+  return at::empty({count}, tensor.options().dtype(at::kByte).requires_grad(false));
+}
+
+class C10dCommunicator final : public Communicator {
+ public:
+  C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Traffic> traffic)
+      : Communicator(backend->getRank(), backend->getSize(), std::move(traffic)), backend_(std::move(backend)) {}
+
+  void abort() override { backend_->abort(); }
+
+ protected:
+  // One tensor is gathered in place; several are packed, so that the group costs one collective. Everything travels as
+  // bytes: a gather does not care for the dtype, and backends differ in those they know.
+  void doAllGather(std::span<const GatherPart> parts) override {
+    if (parts.size() == 1) {
+      gatherBytes(asBytes(parts[0].full), asBytes(parts[0].shard));
+      return;
+    }
+    std::int64_t row = 0;
+    for (const GatherPart& part : parts) {
+      row += static_cast<std::int64_t>(part.shard.nbytes());
+    }
+    if (row == 0) {
+      return;
+    }
+    const at::Tensor packed = bytesLike(parts[0].shard, row);
+    const at::Tensor gathered = bytesLike(parts[0].shard, row * size());
+    std::int64_t offset = 0;
+    for (const GatherPart& part : parts) {
+      const auto bytes = static_cast<std::int64_t>(part.shard.nbytes());
+      packed.narrow(0, offset, bytes).copy_(asBytes(part.shard));
+      offset += bytes;
+    }
+    gatherBytes(gathered, packed);
+    const at::Tensor rows = gathered.view({size(), row});
+    offset = 0;
+    for (const GatherPart& part : parts) {
+      const auto bytes = static_cast<std::int64_t>(part.shard.nbytes());
+      asBytes(part.full).view({size(), bytes}).copy_(rows.narrow(1, offset, bytes));
+      offset += bytes;
+    }
+  }
+
+  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size. (Gloo's
+  // own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.)
+  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) override {
+    std::vector<std::int64_t> to_rank(size(), 0);
+    for (const ReducePart& part : parts) {
+      for (int r = 0; r < size(); ++r) {
+        to_rank[r] += part.owners[r].size();
+      }
+    }
+    const std::int64_t own = to_rank[rank()];
+    std::int64_t total = 0;
+    for (const std::int64_t count : to_rank) {
+      total += count;
+    }
+    if (total == 0) {
+      return;
+    }
+    const auto options = parts[0].send.options().requires_grad(false);
+    const at::Tensor packed = at::empty({total}, options);
+    std::int64_t offset = 0;
+    for (int r = 0; r < size(); ++r) {
+      for (const ReducePart& part : parts) {
+        const std::int64_t count = part.owners[r].size();
+        packed.narrow(0, offset, count).copy_(part.send.narrow(0, part.owners[r].begin, count));
+        offset += count;
+      }
+    }
+    const at::Tensor received = at::empty({size() * own}, options);
+    exchangeSlices(received, packed, own, to_rank);
+
+    const at::Tensor sum = sumInRankOrder(received.view({size(), own}), op == ReduceOp::Average);
+    offset = 0;
+    for (const ReducePart& part : parts) {
+      part.receive.copy_(sum.narrow(0, offset, part.receive.numel()));
+      offset += part.receive.numel();
+    }
+  }
+
+  void doAllReduce(const at::Tensor& tensor, ReduceOp op) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::SUM;
+    options.timeout = limit();
+    complete(backend_->allreduce(tensors, options));
+    if (op == ReduceOp::Average) {
+      tensor.div_(size());
+    }
+  }
+
+  void doBroadcast(const at::Tensor& tensor, int root) override {
+    std::vector<at::Tensor> tensors = {tensor};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    options.timeout = limit();
+    complete(backend_->broadcast(tensors, options));
+  }
+
+  void doBarrier() override {
+    c10d::BarrierOptions options;
+    options.timeout = limit();
+    complete(backend_->barrier(options));
+  }
+
+  std::vector<std::string> doExchange(const std::string& bytes) override {
+    const auto length = static_cast<std::int64_t>(bytes.size());
+    const at::Tensor mine = at::empty({length}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(mine.mutable_data_ptr(), bytes.data(), bytes.size());
+    const at::Tensor gathered = at::empty({size() * length}, mine.options());
+    gatherBytes(gathered, mine);
+    const auto* data = static_cast<const char*>(gathered.const_data_ptr());
+    std::vector<std::string> all(size());
+    for (int r = 0; r < size(); ++r) {
+      all[r].assign(data + r * length, bytes.size());
+    }
+    return all;
+  }
+
+ private:
+  void gatherBytes(at::Tensor full, at::Tensor shard) {
+    if (shard.numel() == 0) {
+      return;
+    }
+    c10d::AllgatherOptions options;
+    options.timeout = limit();
+    complete(backend_->_allgather_base(full, shard, options));
+  }
+
+  void exchangeSlices(const at::Tensor& received, const at::Tensor& packed, std::int64_t own,
+                      const std::vector<std::int64_t>& to_rank) {
+    const auto width = static_cast<std::int64_t>(packed.element_size());
+    std::vector<std::int64_t> output_splits(size(), own * width);
+    std::vector<std::int64_t> input_splits;
+    for (const std::int64_t count : to_rank) {
+      input_splits.push_back(count * width);
+    }
+    at::Tensor output = asBytes(received);
+    at::Tensor input = asBytes(packed);
+    c10d::AllToAllOptions options;
+    options.timeout = limit();
+    complete(backend_->alltoall_base(output, input, output_splits, input_splits, options));
+  }
+
+  std::chrono::milliseconds limit() const {
+    return std::chrono::milliseconds(static_cast<std::int64_t>(timeout() * 1000));
+  }
+
+  // The backend's own timeout ends the operation; waiting a little longer leaves it the time to say why.
+  void complete(const c10::intrusive_ptr<c10d::Work>& work) {
+    if (work != nullptr) {
+      work->wait(limit() + std::chrono::seconds(5));
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> makeC10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend,
+                                                   std::shared_ptr<Traffic> traffic) {
+  return std::make_shared<C10dCommunicator>(std::move(backend), std::move(traffic));
+}
+
+}  // namespace dc

@@ -1,0 +1,89 @@
+// Collectives as the runtime needs them. One communicator is one ordered channel: all ranks call the same operations in
+// the same order. Calls return when the operation is complete on CPU, or enqueued on the current stream of a device.
+//
+// Gathers and reductions use two communicators, so that neither queues behind the other.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "deepcompile/comm/traffic.h"
+
+namespace dc {
+
+enum class ReduceOp { Sum, Average };
+
+// One parameter of a grouped all-gather: `full` holds the ranks' shards one after the other. Flat and contiguous.
+struct GatherPart {
+  at::Tensor shard;
+  at::Tensor full;
+};
+
+// Elements [begin, end) of a flattened tensor.
+struct Slice {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t size() const { return end - begin; }
+};
+
+// One tensor of a grouped reduction to owners. Rank r owns the elements owners[r] of `send`; what this rank owns arrives in
+// `receive`. Slices may be uneven, empty and in any order. Flat and contiguous; `receive` may not overlap `send`. The sum
+// is taken in rank order, in fp32 for 16-bit types and rounded once, so the result does not depend on how
+// tensors are grouped and is the same bits everywhere.
+struct ReducePart {
+  at::Tensor send;
+  std::vector<Slice> owners;
+  at::Tensor receive;
+};
+
+class Communicator {
+ public:
+  // `traffic` counts what passes; shared with whoever reports it.
+  Communicator(int rank, int size, std::shared_ptr<Traffic> traffic);
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Seconds that one operation may take. Read at each call; may be changed between calls.
+  void setTimeout(double seconds) { timeout_seconds_ = seconds; }
+  double timeout() const { return timeout_seconds_; }
+
+  void allGather(std::span<const GatherPart> parts);
+  void reduceScatter(std::span<const ReducePart> parts, ReduceOp op);
+  void allReduce(const at::Tensor& tensor, ReduceOp op);
+  void broadcast(const at::Tensor& tensor, int root);
+  void barrier();
+
+  // Every rank's bytes, by rank. For control messages: may block the host. All ranks give the same number of bytes.
+  std::vector<std::string> exchange(const std::string& bytes);
+  // The same for any number of bytes, as two exchanges.
+  std::vector<std::string> exchangeAny(const std::string& bytes);
+
+  // Makes pending and later operations of this rank fail soon. For teardown after an error.
+  virtual void abort() = 0;
+
+ protected:
+  virtual void doAllGather(std::span<const GatherPart> parts) = 0;
+  virtual void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) = 0;
+  virtual void doAllReduce(const at::Tensor& tensor, ReduceOp op) = 0;
+  virtual void doBroadcast(const at::Tensor& tensor, int root) = 0;
+  virtual void doBarrier() = 0;
+  virtual std::vector<std::string> doExchange(const std::string& bytes) = 0;
+
+ private:
+  const int rank_;
+  const int size_;
+  std::atomic<double> timeout_seconds_{300};
+  const std::shared_ptr<Traffic> traffic_;
+};
+
+}  // namespace dc

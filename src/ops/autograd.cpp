@@ -1,0 +1,159 @@
+// How gradients pass the operators that stand in a forward.
+//
+// A gather's gradient is reduced, not returned: the shard's own gradient appears when the backward ends, so that reductions
+// can be bucketed and overlapped (docs/runtime.md, "Gradients"). The waits and the release are identities.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/library.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/ops/end_of_backward.h"
+#include "deepcompile/ops/kernels.h"
+
+namespace dc::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+template <typename Signature>
+auto typedOp(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// No subclass, no mode, no functionalization: the kernel's own result is what the user gets.
+bool isPlain(const at::Tensor& tensor) {
+  constexpr auto wrapped = c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper});
+  return !tensor.key_set().has_any(wrapped) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+}
+
+struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
+                            std::optional<at::ScalarType> dtype) {
+    context->saved_data["graph_id"] = graph_id;
+    context->saved_data["id"] = id;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t,
+                                              std::optional<at::ScalarType>)>("dc::allgather_param");
+    return op.call(a, graph_id, id, dtype);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    check(!at::GradMode::is_enabled(), [&] {
+      return concat("backward of allgather_param (id ", context->saved_data["id"].toInt(),
+                    ") with create_graph=True: gradients of sharded parameters cannot be differentiated again");
+    });
+    if (grads[0].defined()) {
+      static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
+      op.call(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
+    }
+    return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
+                                  std::optional<at::ScalarType> dtype) {
+  if (a.requires_grad() && at::GradMode::is_enabled()) {
+    return AllgatherParam::apply(a, graph_id, id, dtype);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t,
+                                            std::optional<at::ScalarType>)>("dc::allgather_param");
+  return op.call(a, graph_id, id, dtype);
+}
+
+// An operator whose output is, or copies, its first argument: the gradient passes unchanged.
+template <typename... Rest>
+struct Identity : torch::autograd::Function<Identity<Rest...>> {
+  static at::Tensor forward(AutogradContext*, const std::string& name, const at::Tensor& a, Rest... rest) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return typedOp<at::Tensor(const at::Tensor&, Rest...)>(name.c_str()).call(a, rest...);
+  }
+
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    variable_list all(2 + sizeof...(Rest));
+    all[1] = grads[0];
+    return all;
+  }
+};
+
+template <typename... Rest>
+at::Tensor identity(const char* name, const at::Tensor& a, Rest... rest) {
+  if (a.requires_grad() && at::GradMode::is_enabled()) {
+    return Identity<Rest...>::apply(std::string(name), a, rest...);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return typedOp<at::Tensor(const at::Tensor&, Rest...)>(name).call(a, rest...);
+}
+
+// The operators that return their input. Eagerly that very tensor comes back, with the history it has; only where a
+// wrapper makes a new tensor of it does it need an identity in the autograd graph.
+template <typename... Rest>
+at::Tensor sameTensor(const char* name, at::Tensor (*kernel)(const at::Tensor&, Rest...), const at::Tensor& a,
+                      Rest... rest) {
+  if (isPlain(a) && a.device().is_cpu()) {
+    return kernel(a, rest...);
+  }
+  return identity(name, a, rest...);
+}
+
+at::Tensor waitAllgatherAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return sameTensor("dc::wait_allgather", waitAllgather, a, graph_id, id);
+}
+at::Tensor releaseParamAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
+  return sameTensor("dc::release_param", releaseParam, a, graph_id, id, n_users);
+}
+at::Tensor waitOffloadAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return sameTensor("dc::wait_offload", waitOffload, a, graph_id, id);
+}
+at::Tensor waitReloadAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return sameTensor("dc::wait_reload", waitReload, a, graph_id, id);
+}
+at::Tensor offloadTensorAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return identity("dc::offload_tensor", a, graph_id, id);
+}
+at::Tensor reloadTensorAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return identity("dc::reload_tensor", a, graph_id, id);
+}
+
+// Its output is empty and carries no gradient.
+at::Tensor reduceGradAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
+  return op.call(a, graph_id, id);
+}
+
+}  // namespace
+
+void endWithAutograd(std::int64_t graph_id) {
+  if (torch::autograd::get_current_graph_task_id() < 0) {
+    return;
+  }
+  // One callback per gradient would do no harm (ending twice is ending once) but cost; one per graph and backward is enough.
+  thread_local std::int64_t last_graph = -1;
+  thread_local int last_task = -1;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (last_graph == graph_id && last_task == task) {
+    return;
+  }
+  last_graph = graph_id;
+  last_task = task;
+  torch::autograd::Engine::get_default_engine().queue_callback([graph_id] { endBackward(graph_id); });
+}
+
+}  // namespace dc::ops
+
+TORCH_LIBRARY_IMPL(dc, Autograd, m) {
+  using namespace dc::ops;
+  m.impl("allgather_param", allgatherParamAutograd);
+  m.impl("wait_allgather", waitAllgatherAutograd);
+  m.impl("release_param", releaseParamAutograd);
+  m.impl("wait_offload", waitOffloadAutograd);
+  m.impl("wait_reload", waitReloadAutograd);
+  m.impl("offload_tensor", offloadTensorAutograd);
+  m.impl("reload_tensor", reloadTensorAutograd);
+  m.impl("reduce_grad", reduceGradAutograd);
+}

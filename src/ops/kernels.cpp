@@ -1,0 +1,121 @@
+#include "deepcompile/ops/kernels.h"
+
+#include <memory>
+#include <mutex>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/ops/end_of_backward.h"
+#include "deepcompile/runtime/gathered.h"
+#include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/runtime.h"
+#include "deepcompile/runtime/storage_guard.h"
+#include "deepcompile/runtime/z3_executor.h"
+
+namespace dc::ops {
+namespace {
+
+// A graph with its runtime's lock held, and all ranks agreed on what is registered.
+class Locked {
+ public:
+  explicit Locked(std::int64_t graph_id)
+      : graph_(GraphTable::global().find(graph_id)), lock_(graph_->runtime->context().mutex) {
+    graph_->runtime->ensureAgreed();
+  }
+
+  const Graph& graph() const { return *graph_; }
+  CustomOpExecutor& executor() const { return *graph_->executor; }
+
+  Z3CustomOpExecutor& z3(const char* op) const {
+    auto* executor = dynamic_cast<Z3CustomOpExecutor*>(graph_->executor.get());
+    check(executor != nullptr, [&] {
+      return concat(op, ": graph ", graph_->id, " was not registered with register_graph_z3; only ZeRO-3 gathers");
+    });
+    return *executor;
+  }
+
+ private:
+  std::shared_ptr<const Graph> graph_;
+  std::lock_guard<std::mutex> lock_;
+};
+
+}  // namespace
+
+at::Tensor allgatherParam(const at::Tensor&, std::int64_t graph_id, std::int64_t id,
+                          std::optional<at::ScalarType> dtype) {
+  return Locked(graph_id).z3("allgather_param").allgatherParam(id, dtype);
+}
+
+void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntArrayRef ids,
+                         const std::optional<std::vector<at::ScalarType>>& dtypes) {
+  check(params.size() == ids.size(), [&] {
+    return concat("prefetch_params_fused: ", params.size(), " tensors for ", ids.size(), " ids (graph ", graph_id, ")");
+  });
+  Locked(graph_id).z3("prefetch_params_fused").prefetchParamsFused(ids.vec(), dtypes);
+}
+
+at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  Locked(graph_id).z3("wait_allgather").waitAllgather(a, id);
+  return a;
+}
+
+at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
+  Locked(graph_id).z3("release_param").releaseParam(id, n_users);
+  return a;
+}
+
+at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  const Locked locked(graph_id);
+  at::Tensor result = locked.executor().reduceGrad(a, id);
+  if (locked.executor().backwardImplicit() && locked.executor().backwardOpen()) {
+    endWithAutograd(graph_id);
+  }
+  return result;
+}
+
+void freeTensors(at::TensorList tensors) {
+  const auto runtime = defaultRuntime();
+  check(runtime != nullptr, "free_tensors: no runtime; call dc.init first");
+  if (runtime->isProfiling()) {
+    return;
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() <= runtime->context().config.free_activation_threshold || gatherKeyOf(tensor)) {
+      continue;  // gathered parameters have an owner of their own
+    }
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    storage.set_data_ptr(c10::DataPtr(nullptr, tensor.device()));
+    storage.set_nbytes(std::size_t{0});
+    guardStorage(storage, "an activation is read after free_tensors freed it");
+    runtime->context().stats.activations_freed.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+at::Tensor offloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return Locked(graph_id).graph().offload->offload(a, id);
+}
+
+at::Tensor reloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return Locked(graph_id).graph().offload->reload(a, id);
+}
+
+at::Tensor waitOffload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  Locked(graph_id).graph().offload->waitOffload(id);
+  return a;
+}
+
+at::Tensor waitReload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  Locked(graph_id).graph().offload->waitReload(id);
+  return a;
+}
+
+void offloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
+  Locked(graph_id).z3("offload_parameter").offloadParameter(id);
+}
+
+void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
+  Locked(graph_id).z3("reload_parameter").reloadParameter(id);
+}
+
+void endBackward(std::int64_t graph_id) { Locked(graph_id).executor().endBackward(); }
+
+}  // namespace dc::ops

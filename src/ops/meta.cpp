@@ -1,0 +1,54 @@
+// Shapes without work: what tracing needs to know of the operators.
+#include <mutex>
+
+#include <ATen/Functions.h>
+#include <torch/library.h>
+
+#include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/runtime.h"
+
+namespace dc::ops {
+namespace {
+
+at::Tensor allgatherParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
+                          std::optional<at::ScalarType> dtype) {
+  const auto graph = GraphTable::global().find(graph_id);
+  const std::lock_guard lock(graph->runtime->context().mutex);
+  const DSParam& param = graph->runtime->registry().getParam(id);
+  return at::empty(param.getShape(), a.options().dtype(dtype.value_or(param.getDtype())).requires_grad(false));
+}
+
+at::Tensor reduceGrad(const at::Tensor& a, std::int64_t, std::int64_t) {
+  return at::empty({0}, a.options().requires_grad(false));
+}
+
+at::Tensor copyOf(const at::Tensor& a, std::int64_t, std::int64_t) {
+  return at::empty_like(a, a.options().requires_grad(false));
+}
+
+at::Tensor same(const at::Tensor& a, std::int64_t, std::int64_t) { return a; }
+at::Tensor sameReleased(const at::Tensor& a, std::int64_t, std::int64_t, std::int64_t) { return a; }
+void nothing(const at::Tensor&, std::int64_t, std::int64_t) {}
+void noPrefetch(std::int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&) {}
+void noFree(at::TensorList) {}
+void noEnd(std::int64_t) {}
+
+}  // namespace
+}  // namespace dc::ops
+
+TORCH_LIBRARY_IMPL(dc, Meta, m) {
+  using namespace dc::ops;
+  m.impl("allgather_param", allgatherParam);
+  m.impl("prefetch_params_fused", noPrefetch);
+  m.impl("wait_allgather", same);
+  m.impl("release_param", sameReleased);
+  m.impl("reduce_grad", reduceGrad);
+  m.impl("free_tensors", noFree);
+  m.impl("offload_tensor", copyOf);
+  m.impl("reload_tensor", copyOf);
+  m.impl("wait_offload", same);
+  m.impl("wait_reload", same);
+  m.impl("offload_parameter", nothing);
+  m.impl("reload_parameter", nothing);
+  m.impl("end_backward", noEnd);
+}

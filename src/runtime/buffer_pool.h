@@ -1,0 +1,59 @@
+// Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
+//
+// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
+// allocator for more it gives back what lies idle.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+#include <c10/core/Allocator.h>
+
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+// A piece of memory with one owner. Work on it may still be in flight until `free_after` has passed.
+struct Buffer {
+  c10::DataPtr memory;
+  std::int64_t bytes = 0;
+  Event free_after;
+};
+
+class BufferPool {
+ public:
+  explicit BufferPool(c10::Allocator* allocator) : allocator_(allocator) {}
+
+  // At least `bytes` bytes. The caller orders its use after `free_after`.
+  Buffer take(std::int64_t bytes);
+  void give(Buffer buffer);
+
+  // Bytes that may be held, in use and idle together, beyond what is in use at the peak.
+  void setLimit(std::int64_t bytes);
+  // Gives all idle memory back to the allocator.
+  void trim();
+
+  std::int64_t live() const;   // bytes in use
+  std::int64_t peak() const;   // most bytes in use at once since the last resetPeak()
+  std::int64_t idle() const;   // bytes kept for later
+  std::int64_t taken() const;  // how often memory was asked for
+  std::int64_t reused() const;  // of these, served without the allocator
+  void resetCounts();
+
+ private:
+  void makeRoom(std::int64_t bytes);
+
+  c10::Allocator* const allocator_;
+  mutable std::mutex mutex_;
+  std::multimap<std::int64_t, Buffer> idle_;  // by size
+  std::int64_t live_ = 0;
+  std::int64_t idle_bytes_ = 0;
+  std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold
+  std::int64_t peak_ = 0;
+  std::int64_t limit_ = 0;
+  std::int64_t taken_ = 0;
+  std::int64_t reused_ = 0;
+};
+
+}  // namespace dc

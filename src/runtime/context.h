@@ -1,0 +1,51 @@
+// What the parts of one runtime share: configuration, place among the ranks, counters, lock, deadlines.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "deepcompile/comm/traffic.h"
+#include "deepcompile/runtime/config.h"
+#include "deepcompile/runtime/stats.h"
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+class Context {
+ public:
+  Context(Config config, int rank, int size)
+      : config(config), rank(rank), size(size), place("rank " + std::to_string(rank) + " of " + std::to_string(size)) {}
+
+  const Config config;
+  const int rank;
+  const int size;
+  const std::string place;  // "rank 1 of 3", for messages
+  const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
+  Stats stats;
+
+  // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.
+  std::mutex mutex;
+
+  // While true, reductions and frees are skipped.
+  std::atomic<bool> profiling{false};
+  // Set when the first step has ended.
+  std::atomic<bool> warm{false};
+
+  double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
+  Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
+
+  // Waits on behalf of the caller, and counts it.
+  void await(const Event& event) {
+    if (event.trivial()) {
+      return;
+    }
+    const auto start = Clock::now();
+    stats.waits.fetch_add(1, std::memory_order_relaxed);
+    event.wait(deadline());
+    stats.wait_nanoseconds.fetch_add(std::chrono::nanoseconds(Clock::now() - start).count(), std::memory_order_relaxed);
+  }
+};
+
+}  // namespace dc

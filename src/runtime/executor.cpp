@@ -1,0 +1,365 @@
+#include "deepcompile/runtime/executor.h"
+
+#include <cstring>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/base/text.h"
+#include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
+
+namespace dc {
+
+CustomOpExecutor::CustomOpExecutor(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                   std::shared_ptr<DSParamRegistry> param_registry,
+                                   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets,
+                                   std::vector<std::int64_t> ds_ids, std::shared_ptr<Communicator> comm,
+                                   std::shared_ptr<Stream> rs_stream, std::shared_ptr<Stream> copy_stream,
+                                   bool pre_div_reduce, std::shared_ptr<Context> context)
+    : process_group_(std::move(process_group)),
+      param_registry_(std::move(param_registry)),
+      reduce_buckets_(std::move(reduce_buckets)),
+      ds_ids_(std::move(ds_ids)),
+      comm_(std::move(comm)),
+      rs_stream_(std::move(rs_stream)),
+      copy_stream_(std::move(copy_stream)),
+      has_acc_grad_(param_registry_->accumulated()),
+      pre_div_reduce_(pre_div_reduce),
+      context_(context != nullptr ? std::move(context)
+                                  : std::make_shared<Context>(Config(), comm_->rank(), comm_->size())),
+      members_(ds_ids_.begin(), ds_ids_.end()) {
+  check(members_.size() == ds_ids_.size(),
+        [&] { return concat("a graph lists a parameter twice: ids ", join_as_str(ds_ids_, ", ", 200)); });
+}
+
+CustomOpExecutor::~CustomOpExecutor() { reduce_buckets_->forget(this); }
+
+const DSParam& CustomOpExecutor::member(std::int64_t ds_id) const {
+  if (!hasParam(ds_id)) [[unlikely]] {
+    fail(param_registry_->hasParam(ds_id) ? param_registry_->getParam(ds_id).describe()
+                                          : concat("parameter id ", ds_id, " (not registered)"),
+         " does not belong to this graph, whose ids are [", join_as_str(ds_ids_, ", ", 200), "] (", place(), ")");
+  }
+  return param_registry_->getParam(ds_id);
+}
+
+void CustomOpExecutor::startBackward(bool update) {
+  if (param_registry_->updateFollowed()) {
+    has_acc_grad_.clear();
+  }
+  param_registry_->setUpdateFollowed(update);
+  param_updated_ = update;
+  implicit_ = false;
+  openBackward();
+}
+
+void CustomOpExecutor::openBackward() {
+  if (!order_) {
+    std::vector<std::int64_t> reversed;
+    for (auto id = ds_ids_.rbegin(); id != ds_ids_.rend(); ++id) {
+      if (param_registry_->getParam(*id).trainable()) {
+        reversed.push_back(*id);
+      }
+    }
+    order_.emplace(std::move(reversed));
+  }
+  order_->begin();
+  present_.clear();
+  presence_.clear();
+  without_gradient_.clear();
+  backward_open_ = true;
+}
+
+void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& grad) const {
+  check(param.trainable(), [&] {
+    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer) (", place(),
+                  ")");
+  });
+  check(grad.numel() == param.numel(), [&] {
+    return concat("reduce_grad: ", param.describe(), " got a gradient of shape [", join_as_str(grad.sizes(), ", "),
+                  "], which has ", grad.numel(), " elements instead of ", param.numel(), " (", place(), ")");
+  });
+  check(at::isFloatingType(grad.scalar_type()) || at::isComplexType(grad.scalar_type()), [&] {
+    return concat("reduce_grad: ", param.describe(), " got a gradient of dtype ", grad.scalar_type(),
+                  "; only floating-point and complex gradients can be averaged (", place(), ")");
+  });
+  check(grad.device() == param.getGradBuffer().device(), [&] {
+    return concat("reduce_grad: ", param.describe(), " lives on ", param.getGradBuffer().device(),
+                  " but its gradient on ", grad.device(), " (", place(), ")");
+  });
+}
+
+at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  checkGradient(param, grad_tensor);
+  at::Tensor result = at::empty({0}, grad_tensor.options().requires_grad(false));
+  if (context_->profiling) {
+    return result;
+  }
+  if (!backward_open_) {
+    // No start_backward: the plain loop, where a step follows unless the user keeps the gradients (noteAccumulation).
+    startBackward(true);
+    implicit_ = true;
+  }
+  if (!communicates()) {
+    accumulateLocally(param, grad_tensor);
+    return result;
+  }
+  if (comm_->size() == 1) {
+    // Nothing to agree on with other ranks, so nothing to order.
+    stage({ds_id, std::move(grad_tensor)});
+    return result;
+  }
+  std::vector<ArrivedGradient> ready;
+  order_->arrive(ds_id, std::move(grad_tensor), ready);
+  if (order_->parked()) {
+    context_->stats.gradients_parked.fetch_add(1, std::memory_order_relaxed);
+  }
+  for (const ArrivedGradient& arrived : ready) {
+    stage(arrived);
+  }
+  return result;
+}
+
+void CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor&) {
+  fail("this executor has no place for the gradient of ", param.describe(), " between updates");
+}
+
+bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
+  bool& accumulated = has_acc_grad_[param.getId()];
+  bool add = accumulated;
+  if (implicit_ && !accumulated && param.isPartitioned()) {
+    // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
+    const at::Tensor& kept = param.getDSTensor().grad();
+    if (kept.defined()) {
+      if (!kept.is_alias_of(param.getGradBuffer())) {
+        param.getGradBuffer().copy_(kept.reshape({-1}));
+      }
+      add = true;
+    }
+  }
+  accumulated = true;
+  return add;
+}
+
+// The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its contents.
+void CustomOpExecutor::stage(const ArrivedGradient& arrived) {
+  const DSParam& param = param_registry_->getParam(arrived.id);
+  const at::Tensor grad = withLocal(param, arrived.grad);
+  if (grad.defined()) {
+    present_.insert(arrived.id);
+    context_->stats.gradients_reduced.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    context_->stats.gradients_missing.fetch_add(1, std::memory_order_relaxed);
+  }
+  if (comm_->size() == 1) {
+    // This rank owns everything: straight into the gradient buffer.
+    if (!grad.defined()) {
+      without_gradient_.insert(arrived.id);
+      return;
+    }
+    const bool add = noteAccumulation(param);
+    const at::Tensor flat = grad.reshape({-1});
+    if (add) {
+      param.getGradBuffer().add_(flat);
+    } else {
+      param.getGradBuffer().copy_(flat);
+    }
+    return;
+  }
+  const at::ScalarType dtype = param.getReduceDtype();
+  const std::int64_t size = param.getPaddedNumel();
+  CustomOpExecutor*& user = reduce_buckets_->user(dtype);
+  if (user != nullptr && user != this) {
+    user->flushReduceBucket(dtype);
+  }
+  auto bucket = reduce_buckets_->getBuffer(dtype);
+  if (bucket->shouldFlush(size)) {
+    flushReduceBucket(dtype);
+    bucket = reduce_buckets_->getBuffer(dtype);
+  }
+  bucket->reserve(size);
+  user = this;
+  const at::Tensor slice = bucket->allocate(size);
+  runDetached(*copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
+              [slice, grad, numel = param.numel()] {
+                if (!grad.defined()) {
+                  slice.zero_();
+                  return;
+                }
+                slice.narrow(0, 0, numel).copy_(grad.reshape({-1}));
+                slice.narrow(0, numel, slice.numel() - numel).zero_();
+              });
+  ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
+  if (copy_stream_->record().passed()) {
+    task.dropGradient();
+  }
+}
+
+void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
+  rs_stream_->wait(copy_stream_->record(), context_->deadline());
+}
+
+void CustomOpExecutor::applyPreDivision(at::ScalarType scalar_type) {
+  if (!pre_div_reduce_ || comm_->size() == 1) {
+    return;
+  }
+  const auto bucket = reduce_buckets_->getBuffer(scalar_type);
+  runDetached(*rs_stream_, [] { return "dividing a reduce bucket"; },
+              [filled = bucket->getBuffer().narrow(0, 0, bucket->getOffset()), ranks = comm_->size()] {
+                filled.div_(ranks);
+              });
+}
+
+void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
+  reduce_tasks_[scalar_type].clear();
+  reduce_buckets_->swap(scalar_type, *rs_stream_, *copy_stream_, context_->deadline());
+  context_->stats.buckets_flushed.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in docs/runtime.md.
+void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
+  auto& tasks = reduce_tasks_[scalar_type];
+  if (tasks.empty()) {
+    return;
+  }
+  if (context_->config.sync_before_reduce) {
+    copy_stream_->synchronize(context_->deadline());
+    rs_stream_->synchronize(context_->deadline());
+  }
+  blockCopyEvents(scalar_type);
+  applyPreDivision(scalar_type);
+
+  struct Accumulation {
+    at::Tensor buffer;
+    at::Tensor received;
+    bool add;
+  };
+  std::vector<ReducePart> parts;
+  std::vector<Accumulation> accumulations;
+  std::vector<std::int64_t> ids;
+  const int rank = comm_->rank();
+  const auto count = static_cast<std::int64_t>(tasks.size());
+  const auto options = tasks[0].getSendBuf().options();
+  const at::Tensor presence = at::ones({comm_->size(), count}, options);
+  bool lacking = false;
+  for (const ReduceTask& task : tasks) {
+    const DSParam& param = param_registry_->getParam(task.getDSId());
+    const auto& owners = param.getOwners();
+    const bool add = noteAccumulation(param);
+    const at::Tensor& buffer = param.getGradBuffer();
+    const bool in_place = !add && buffer.scalar_type() == scalar_type;
+    const at::Tensor received = in_place ? buffer.view({-1}) : at::empty({owners[rank].size()}, options);
+    if (!in_place) {
+      accumulations.push_back({buffer, received, add});
+    }
+    if (!task.hasGradient()) {
+      lacking = true;
+      presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
+    }
+    parts.push_back({task.getSendBuf(), owners, received});
+    ids.push_back(task.getDSId());
+  }
+  std::vector<Slice> presence_owners;
+  for (int r = 0; r < comm_->size(); ++r) {
+    presence_owners.push_back({r * count, (r + 1) * count});
+  }
+  const at::Tensor counts = at::empty({count}, options);
+  parts.push_back({presence.view({-1}), std::move(presence_owners), counts});
+
+  const std::string what = concat("reducing the gradients of ", ids.size(), " parameters (ids ",
+                                  join_as_str(ids, ", ", 100), ", ", scalar_type, ") on ", place());
+  runDetached(*rs_stream_, [what] { return what; },
+              [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(),
+               signature = context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
+                agreeOnCollective(*comm, signature);
+                comm->reduceScatter(parts, op);
+                for (const Accumulation& a : accumulations) {
+                  if (a.add) {
+                    a.buffer.add_(a.received);
+                  } else {
+                    a.buffer.copy_(a.received);
+                  }
+                }
+              });
+  if (lacking) {
+    presence_.push_back({std::move(ids), counts});
+  }
+  performCleanup(scalar_type);
+  if (context_->config.sync_after_reduce) {
+    rs_stream_->synchronize(context_->deadline());
+  }
+}
+
+void CustomOpExecutor::flushAllReduceBuckets() {
+  for (auto& [scalar_type, tasks] : reduce_tasks_) {
+    if (!tasks.empty()) {
+      flushReduceBucket(scalar_type);
+    }
+  }
+}
+
+void CustomOpExecutor::endBackward() {
+  if (!backward_open_ || context_->profiling) {
+    return;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  backward_open_ = false;
+  if (!communicates()) {
+    return;
+  }
+  std::vector<ArrivedGradient> rest;
+  if (comm_->size() > 1) {
+    order_->finish(rest);
+  }
+  for (const ArrivedGradient& arrived : rest) {
+    stage(arrived);
+  }
+  flushAllReduceBuckets();
+  context_->await(rs_stream_->record());
+  readPresence();
+  if (!order_learned_ && comm_->size() > 1) {
+    learnOrder();
+  }
+  context_->warm = true;
+}
+
+void CustomOpExecutor::readPresence() {
+  for (const Presence& presence : presence_) {
+    const at::Tensor counts = presence.counts.to(at::kCPU, at::kDouble);
+    const double* values = counts.const_data_ptr<double>();
+    for (std::size_t i = 0; i < presence.ids.size(); ++i) {
+      if (values[i] > 0) {
+        present_.insert(presence.ids[i]);
+      }
+    }
+  }
+  for (const Presence& presence : presence_) {
+    for (const std::int64_t id : presence.ids) {
+      if (present_.count(id) == 0) {
+        without_gradient_.insert(id);
+      }
+    }
+  }
+  presence_.clear();
+}
+
+// Once: all ranks adopt the order that rank 0 saw, so that from now on gradients need not be parked.
+void CustomOpExecutor::learnOrder() {
+  std::string mine;  // only rank 0's matters
+  if (comm_->rank() == 0) {
+    const auto order = ReductionOrder::learn(order_->arrivals(), order_->expected());
+    mine.assign(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(std::int64_t));
+  }
+  const std::string agreed = comm_->exchangeAny(mine)[0];  // the reduce stream is idle: endBackward has waited for it
+  std::vector<std::int64_t> order(agreed.size() / sizeof(std::int64_t));
+  std::memcpy(order.data(), agreed.data(), agreed.size());
+  order_->expect(std::move(order));
+  order_learned_ = true;
+}
+
+}  // namespace dc

@@ -1,0 +1,138 @@
+// What one graph does with its parameters: the base of the executors of the three stages.
+//
+// The runtime's lock is held in every call. The base takes gradients in, orders them, fills buckets and reduces each
+// bucket to the owners of its slices; a stage adds what is its own. It can be subclassed from outside the project:
+// register an instance with Runtime::registerGraph.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/comm/communicator.h"
+#include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/reduce_bucket.h"
+#include "deepcompile/runtime/reduction_order.h"
+#include "deepcompile/runtime/registry.h"
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+class CustomOpExecutor {
+ public:
+  // `process_group` may be null where the communicator is not made of one. `comm` and `rs_stream` carry the reductions,
+  // `copy_stream` the copies into the buckets. Without a `context` the executor makes one with the default configuration.
+  CustomOpExecutor(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<DSParamRegistry> param_registry,
+                   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets, std::vector<std::int64_t> ds_ids,
+                   std::shared_ptr<Communicator> comm, std::shared_ptr<Stream> rs_stream,
+                   std::shared_ptr<Stream> copy_stream, bool pre_div_reduce, std::shared_ptr<Context> context = nullptr);
+  virtual ~CustomOpExecutor();
+  CustomOpExecutor(const CustomOpExecutor&) = delete;
+  CustomOpExecutor& operator=(const CustomOpExecutor&) = delete;
+
+  virtual void startForward() {}
+  virtual void endForward() {}
+  // `update` says that an optimizer step follows this backward.
+  virtual void startBackward(bool update);
+  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it. Does
+  // nothing when no backward is open.
+  virtual void endBackward();
+  // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
+  virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+
+  bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }
+  const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
+  // True between startBackward (or the first gradient) and endBackward.
+  bool backwardOpen() const { return backward_open_; }
+  // True when the open backward was opened by a gradient and not by startBackward.
+  bool backwardImplicit() const { return implicit_; }
+  // Parameters that no rank had a gradient for in the last backward.
+  const std::unordered_set<std::int64_t>& withoutGradient() const { return without_gradient_; }
+
+  const std::shared_ptr<Context>& context() const { return context_; }
+
+ protected:
+  // Reduces the bucket of this dtype. A stage of your own calls blockCopyEvents, applyPreDivision, its collective with
+  // getReductionOp, and performCleanup; reduceToOwners does all four.
+  virtual void flushReduceBucket(at::ScalarType scalar_type) = 0;
+  // False while gradients only add up on this rank.
+  virtual bool communicates() const { return true; }
+  // Keeps a gradient on this rank until a backward that communicates.
+  virtual void accumulateLocally(const DSParam& param, const at::Tensor& grad);
+  // The gradient that enters the bucket: `grad` (undefined: none) and what was kept on this rank.
+  virtual at::Tensor withLocal(const DSParam& param, at::Tensor grad) { return grad; }
+
+  void flushAllReduceBuckets();
+  // The reduction waits for the copies into the bucket.
+  void blockCopyEvents(at::ScalarType scalar_type);
+  void applyPreDivision(at::ScalarType scalar_type);
+  ReduceOp getReductionOp() const { return pre_div_reduce_ ? ReduceOp::Sum : ReduceOp::Average; }
+  // Forgets the tasks and swaps the buckets.
+  void performCleanup(at::ScalarType scalar_type);
+  void reduceToOwners(at::ScalarType scalar_type);
+
+  // Throws unless `ds_id` is one of this graph's.
+  const DSParam& member(std::int64_t ds_id) const;
+  // Where an error happened: "rank 1 of 3".
+  const std::string& place() const { return context_->place; }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::shared_ptr<DSParamRegistry> param_registry_;
+  std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
+  std::vector<std::int64_t> ds_ids_;
+  std::shared_ptr<Communicator> comm_;
+  std::shared_ptr<Stream> rs_stream_;
+  std::shared_ptr<Stream> copy_stream_;
+  // Ordered, so that all ranks flush the dtypes in one order.
+  std::map<at::ScalarType, std::vector<ReduceTask>> reduce_tasks_;
+  // Shared by all graphs of the runtime: parameters whose gradient buffer is to be added to.
+  std::unordered_map<std::int64_t, bool>& has_acc_grad_;
+  bool param_updated_ = true;
+  bool pre_div_reduce_;
+  std::shared_ptr<Context> context_;
+
+ private:
+  void openBackward();
+  void stage(const ArrivedGradient& arrived);
+  // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
+  bool noteAccumulation(const DSParam& param);
+  void checkGradient(const DSParam& param, const at::Tensor& grad) const;
+  void learnOrder();
+  void readPresence();
+
+  // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
+  struct Presence {
+    std::vector<std::int64_t> ids;
+    at::Tensor counts;
+  };
+
+  std::unordered_set<std::int64_t> members_;
+  std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
+  bool order_learned_ = false;
+  bool backward_open_ = false;
+  bool implicit_ = false;
+  std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
+  std::vector<Presence> presence_;
+  std::unordered_set<std::int64_t> without_gradient_;
+};
+
+// The executor of a graph as type T; an error when there is none or it is of another stage.
+template <typename T, typename U>
+std::shared_ptr<T> getExecutor(std::int64_t graph_id,
+                               const std::unordered_map<std::int64_t, std::shared_ptr<U>>& executors) {
+  const auto found = executors.find(graph_id);
+  check(found != executors.end(), [&] { return concat("no graph with id ", graph_id, " is registered"); });
+  auto executor = std::dynamic_pointer_cast<T>(found->second);
+  check(executor != nullptr, [&] { return concat("graph ", graph_id, " is registered for another ZeRO stage"); });
+  return executor;
+}
+
+}  // namespace dc

@@ -1,0 +1,41 @@
+// The tensor that holds a gathered parameter: of the parameter's true shape, over a padded buffer of the pool.
+//
+// Its storage knows whose it is, also after the memory was taken from it. So what autograd saved of it can be packed as
+// "parameter 3 in bf16" and gathered again, and a read after the release names the parameter.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "deepcompile/runtime/buffer_pool.h"
+
+namespace dc {
+
+struct GatherKey {
+  std::int64_t graph_id = 0;
+  std::int64_t id = 0;
+  at::ScalarType dtype = at::kFloat;
+  std::uint32_t version = 0;  // of the shard, when it was gathered
+};
+
+// The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last tensor
+// over it is gone, whichever comes first.
+at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
+                        at::Device device);
+
+// The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
+std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);
+
+// The pool may use the memory of `gathered` again once `event` has passed.
+void setFreeAfter(const at::Tensor& gathered, Event event);
+
+// Gives the memory back to the pool; every tensor over the storage throws `message` when it is read from now on. With
+// `poison` the memory is filled with NaN first, for readers that do not ask the storage. Does nothing the second time.
+void releaseStorage(const at::Tensor& gathered, std::string message, bool poison);
+
+}  // namespace dc

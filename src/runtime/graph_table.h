@@ -1,0 +1,39 @@
+// From a graph id to its executor, for the operators: the ids are unique in the process and select the runtime.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "deepcompile/runtime/executor.h"
+#include "deepcompile/runtime/tensor_offload.h"
+
+namespace dc {
+
+class Runtime;
+
+struct Graph {
+  std::int64_t id;
+  Runtime* runtime;  // removes its graphs from the table before it goes
+  std::shared_ptr<CustomOpExecutor> executor;
+  std::shared_ptr<TensorOffload> offload;
+};
+
+class GraphTable {
+ public:
+  // Throws when the id is taken.
+  void add(std::shared_ptr<const Graph> graph);
+  void remove(std::int64_t graph_id);
+  // Throws when there is none.
+  std::shared_ptr<const Graph> find(std::int64_t graph_id) const;
+
+  // The table of the process.
+  static GraphTable& global();
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<std::int64_t, std::shared_ptr<const Graph>> graphs_;
+};
+
+}  // namespace dc

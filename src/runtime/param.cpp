@@ -1,0 +1,110 @@
+#include "deepcompile/runtime/param.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/core/CPUAllocator.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/base/text.h"
+#include "deepcompile/runtime/raw_tensor.h"
+#include "deepcompile/runtime/storage_guard.h"
+
+namespace dc {
+
+DSParam::DSParam(std::int64_t id, std::vector<std::int64_t> ds_shape, at::Tensor ds_tensor, at::Tensor grad_buffer,
+                 bool partitioned, std::int64_t offset, bool persistent)
+    : id_(id),
+      shape_(std::move(ds_shape)),
+      numel_(static_cast<std::int64_t>(productDim(shape_))),
+      ds_tensor_(std::move(ds_tensor)),
+      dtype_(ds_tensor_.scalar_type()),
+      grad_buffer_(std::move(grad_buffer)),
+      partitioned_(partitioned),
+      offset_(offset),
+      persistent_(persistent),
+      trainable_(grad_buffer_.defined() && (grad_buffer_.numel() > 0 || numel_ == 0 || !partitioned)),
+      reduce_dtype_(grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_) {
+  setName("");
+}
+
+void DSParam::setName(std::string name) {
+  name_ = std::move(name);
+  const std::string quoted = name_.empty() ? "" : " '" + name_ + "'";
+  label_ = std::make_shared<const std::string>(
+      concat("parameter", quoted, " (id ", id_, ", shape [", join_as_str(shape_, ", "), "], ", dtype_, ")"));
+}
+
+void DSParam::setOffloadStreams(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, double timeout) {
+  Offload& state = offloadState();
+  state.offload_stream = std::move(offload);
+  state.reload_stream = std::move(reload);
+  state.timeout = timeout;
+}
+
+DSParam::Offload& DSParam::offloadState() const {
+  if (offload_ == nullptr) {
+    offload_ = std::make_shared<Offload>();
+    offload_->offload_stream = makeCpuStream(CpuStreamMode::Inline, "offload");
+    offload_->reload_stream = makeCpuStream(CpuStreamMode::Inline, "reload");
+  }
+  return *offload_;
+}
+
+at::Tensor DSParam::getDSTensor() const {
+  if (offload_ != nullptr) {
+    bringBack();
+    offload_->reloaded.wait(deadlineAfter(Seconds(offload_->timeout)));
+    offload_->reloaded = Event();
+  }
+  return ds_tensor_;
+}
+
+void DSParam::offload() {
+  Offload& state = offloadState();
+  if (state.away) {
+    return;
+  }
+  const at::Tensor shard = getDSTensor();
+  c10::StorageImpl& storage = *shard.storage().unsafeGetStorageImpl();
+  check(static_cast<std::size_t>(shard.nbytes()) == storage.nbytes(), [&] {
+    return concat(describe(), " cannot be offloaded: its shard of ", shard.nbytes(), " bytes is a view into a storage of ",
+                  storage.nbytes(), " bytes; register a shard that owns its storage");
+  });
+  if (storage.nbytes() == 0) {
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(storage.nbytes());
+  state.host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  // The storage is empty from now on; the work owns the device memory until it has been copied.
+  auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, shard.device())));
+  guardUntilReturn(storage, describe() + " is offloaded to host memory; call reload_parameter before it is used");
+  state.offload_stream->run([host = state.host, memory, bytes, device = shard.device()] {
+    host.copy_(rawTensor(memory->get(), {bytes}, at::kByte, device));
+  });
+  state.host_ready = state.offload_stream->record();
+  state.away = true;
+}
+
+void DSParam::bringBack() const {
+  if (!isOffloaded()) {
+    return;
+  }
+  Offload& state = *offload_;
+  c10::StorageImpl& storage = *ds_tensor_.storage().unsafeGetStorageImpl();
+  const std::int64_t bytes = state.host.numel();
+  const at::Device device = ds_tensor_.device();
+  c10::DataPtr memory = storage.allocator() != nullptr ? storage.allocator()->allocate(static_cast<std::size_t>(bytes))
+                                                       : c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
+  const at::Tensor target = rawTensor(memory.get(), {bytes}, at::kByte, device);
+  unguardStorage(storage);
+  storage.set_data_ptr_noswap(std::move(memory));
+  state.reload_stream->wait(state.host_ready, deadlineAfter(Seconds(state.timeout)));
+  state.reload_stream->run([host = state.host, target, shard = ds_tensor_] { target.copy_(host); });
+  state.reloaded = state.reload_stream->record();
+  state.host = at::Tensor();
+  state.host_ready = Event();
+  state.away = false;
+}
+
+}  // namespace dc

@@ -1,0 +1,96 @@
+// A parameter as the runtime knows it: this rank's part of it, where its gradient goes, and where the part lies.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "deepcompile/comm/communicator.h"
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+class DSParam {
+ public:
+  // ZeRO-3 (`partitioned`): `ds_tensor` is this rank's shard of the flattened parameter, padded to the same size on all
+  // ranks, and `grad_buffer` is as large. ZeRO-1 and 2: `ds_tensor` is the whole parameter and `grad_buffer` receives
+  // elements [offset, offset + numel) of its flattened gradient; an empty one means that this rank owns nothing of it.
+  // An undefined `grad_buffer` (or, for ZeRO-3, an empty one beside a non-empty shard) marks a frozen parameter.
+  DSParam(std::int64_t id, std::vector<std::int64_t> ds_shape, at::Tensor ds_tensor, at::Tensor grad_buffer,
+          bool partitioned, std::int64_t offset, bool persistent);
+
+  std::int64_t getId() const { return id_; }
+  const std::vector<std::int64_t>& getShape() const { return shape_; }
+  at::ScalarType getDtype() const { return dtype_; }
+  // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
+  at::Tensor getDSTensor() const;
+  const at::Tensor& getGradBuffer() const { return grad_buffer_; }
+  bool isPartitioned() const { return partitioned_; }
+  std::int64_t getOffset() const { return offset_; }
+  bool isPersistent() const { return persistent_; }
+  void setPersistent(bool persistent) { persistent_ = persistent; }
+
+  // Moves the shard to host memory; its device memory is free when the copy is done. Not while a gather reads it.
+  void offload();
+  // Brings it back into the same storage; whoever reads it through getDSTensor() waits for the copy.
+  void reload() { bringBack(); }
+  bool isOffloaded() const { return offload_ != nullptr && offload_->away; }
+
+  std::int64_t numel() const { return numel_; }
+  bool trainable() const { return trainable_; }
+  // The dtype in which gradients travel and are summed. One rule: that of `grad_buffer`, unless set at registration.
+  at::ScalarType getReduceDtype() const { return reduce_dtype_; }
+  void setReduceDtype(at::ScalarType dtype) { reduce_dtype_ = dtype; }
+
+  const std::string& getName() const { return name_; }
+  void setName(std::string name);
+  // "parameter 'w' (id 3, shape [4, 5], Float)", for messages.
+  const std::string& describe() const { return *label_; }
+  // The same, for work that may outlive the parameter.
+  const std::shared_ptr<const std::string>& label() const { return label_; }
+
+  // What each rank owns of the flattened gradient, padded for ZeRO-3.
+  const std::vector<Slice>& getOwners() const { return owners_; }
+  void setOwners(std::vector<Slice> owners) { owners_ = std::move(owners); }
+  // Elements of the flattened gradient with its padding.
+  std::int64_t getPaddedNumel() const { return partitioned_ ? owners_.back().end : numel_; }
+  // Frozen on this rank's word alone until the ranks agree: for ZeRO-1 and 2 a rank may own nothing of a trainable one.
+  void setTrainable(bool trainable) { trainable_ = trainable; }
+
+  // The streams and the timeout (seconds) of offload and reload. Without them both are synchronous.
+  void setOffloadStreams(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, double timeout);
+
+ private:
+  struct Offload {
+    std::shared_ptr<Stream> offload_stream;
+    std::shared_ptr<Stream> reload_stream;
+    double timeout = 300;
+    bool away = false;
+    at::Tensor host;   // the bytes while away
+    Event host_ready;  // passes when `host` holds them
+    Event reloaded;    // passes when the device holds them again
+  };
+  Offload& offloadState() const;
+  void bringBack() const;
+
+  std::int64_t id_;
+  std::vector<std::int64_t> shape_;
+  std::int64_t numel_;
+  at::Tensor ds_tensor_;
+  at::ScalarType dtype_;
+  at::Tensor grad_buffer_;
+  bool partitioned_;
+  std::int64_t offset_;
+  bool persistent_;
+  bool trainable_;
+  at::ScalarType reduce_dtype_;
+  std::string name_;
+  std::shared_ptr<const std::string> label_;
+  std::vector<Slice> owners_;
+  mutable std::shared_ptr<Offload> offload_;  // made at first use
+};
+
+}  // namespace dc

@@ -1,0 +1,99 @@
+// Gradients on their way to the reduction: gathered in flat buckets, so that a collective is worth its cost.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+class CustomOpExecutor;
+
+// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done. An undefined
+// gradient stands for a parameter that has none: its slice holds zeros.
+class ReduceTask {
+ public:
+  ReduceTask(std::int64_t ds_id, at::Tensor grad, at::Tensor send_buf)
+      : ds_id_(ds_id), has_gradient_(grad.defined()), grad_(std::move(grad)), send_buf_(std::move(send_buf)) {}
+
+  std::int64_t getDSId() const { return ds_id_; }
+  const at::Tensor& getSendBuf() const { return send_buf_; }
+  bool hasGradient() const { return has_gradient_; }
+  // The copy is done: the gradient's memory may go.
+  void dropGradient() { grad_ = at::Tensor(); }
+
+ private:
+  std::int64_t ds_id_;
+  bool has_gradient_;
+  at::Tensor grad_;
+  at::Tensor send_buf_;
+};
+
+// A flat buffer that is filled from the front. Sizes count elements.
+class ReduceBucket {
+ public:
+  ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device = at::kCPU);
+
+  std::int64_t getSize() const { return size_; }
+  std::int64_t getOffset() const { return offset_; }
+  const at::Tensor& getBuffer() const { return buffer_; }
+  at::ScalarType getScalarType() const { return buffer_.scalar_type(); }
+
+  // Makes room for at least `size` elements in all. Only while the bucket is empty: slices in use would be left behind.
+  void reserve(std::int64_t size);
+  // The next `numel` elements.
+  at::Tensor allocate(std::int64_t numel);
+  // True when `numel` more elements do not fit behind what the bucket holds.
+  bool shouldFlush(std::int64_t numel) const { return offset_ > 0 && offset_ + numel > size_; }
+  void reset() { offset_ = 0; }
+
+ private:
+  std::int64_t size_;
+  std::int64_t offset_ = 0;
+  at::Tensor buffer_;
+};
+
+// A bucket per dtype that is being filled and, with double buffering, a second one whose reduction is in flight.
+class DoubleBufferedReduceBucket {
+ public:
+  DoubleBufferedReduceBucket(std::int64_t initial_bucket_size, bool enable_double_buffer, at::Device device = at::kCPU);
+
+  // Call when the reduction of the current bucket was given to `rs_stream`. What is copied into the next one through
+  // `copy_stream` waits until that one's last reduction has passed.
+  void swap(at::ScalarType scalar_type, Stream& rs_stream, Stream& copy_stream, Deadline deadline);
+  // The bucket that is being filled; made at first use.
+  std::shared_ptr<ReduceBucket> getBuffer(at::ScalarType scalar_type);
+  // Passes when the bucket that is being filled is no longer read.
+  Event getEvent(at::ScalarType scalar_type);
+  // The executor whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its own.
+  CustomOpExecutor*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
+  // `executor` is going: forget that it used a bucket.
+  void forget(const CustomOpExecutor* executor);
+  // Frees all buckets. The caller has waited for what was in flight.
+  void clear() { slots_.clear(); }
+
+ private:
+  struct Slot {
+    std::shared_ptr<ReduceBucket> bucket;
+    Event free;  // passes when the bucket's last reduction has read it
+  };
+  struct Pair {
+    Slot current;
+    Slot shadow;
+    CustomOpExecutor* user = nullptr;
+  };
+  Pair& pair(at::ScalarType scalar_type);
+
+  const std::int64_t initial_size_;
+  const bool double_buffer_;
+  const at::Device device_;
+  std::map<at::ScalarType, Pair> slots_;
+};
+
+}  // namespace dc

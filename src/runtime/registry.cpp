@@ -1,0 +1,90 @@
+#include "deepcompile/runtime/registry.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "deepcompile/base/error.h"
+
+namespace dc {
+
+void DSParamRegistry::registerParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                                    at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent) {
+  check(!hasParam(ds_id), [&] { return concat(getParam(ds_id).describe(), " is registered already"); });
+  if (grad_buffer.defined()) {
+    grad_buffer.zero_();
+  }
+  entries_.emplace(ds_id, Entry{DSParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned,
+                                        offset, persistent),
+                                {},
+                                0});
+  ids_.push_back(ds_id);
+}
+
+const DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) const {
+  const auto found = entries_.find(ds_id);
+  check(found != entries_.end(), [&] {
+    return concat("no parameter with id ", ds_id, " is registered; ", ids_.size(),
+                  " parameters are. Register it with register_param (ZeRO-1, 2) or register_z3_param (ZeRO-3)");
+  });
+  return found->second;
+}
+
+DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) {
+  return const_cast<Entry&>(std::as_const(*this).entry(ds_id));
+}
+
+void DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor) {
+  Entry& e = entry(ds_id);
+  const at::ScalarType dtype = ds_tensor.scalar_type();
+  const std::uint32_t version = e.param.isOffloaded() ? 0 : versionOf(e.param.getDSTensor());
+  GatheredParam copy{std::move(ds_tensor), Event(), false, true, version};
+  const auto same = std::find_if(e.gathered.begin(), e.gathered.end(),
+                                 [&](const GatheredParam& g) { return g.tensor.scalar_type() == dtype; });
+  if (same != e.gathered.end()) {
+    *same = std::move(copy);
+  } else {
+    e.gathered.push_back(std::move(copy));
+  }
+}
+
+void DSParamRegistry::unregisterGatheredParam(std::int64_t ds_id) { entry(ds_id).gathered.clear(); }
+
+const at::Tensor& DSParamRegistry::getGatheredParam(std::int64_t ds_id) const {
+  const Entry& e = entry(ds_id);
+  check(!e.gathered.empty(), [&] { return concat(e.param.describe(), " is not gathered"); });
+  return e.gathered.back().tensor;
+}
+
+GatheredParam* DSParamRegistry::findGathered(std::int64_t ds_id, at::ScalarType dtype) {
+  for (GatheredParam& copy : entry(ds_id).gathered) {
+    if (copy.tensor.scalar_type() == dtype) {
+      return &copy;
+    }
+  }
+  return nullptr;
+}
+
+void DSParamRegistry::setValid(std::int64_t ds_id, bool valid) {
+  for (GatheredParam& copy : entry(ds_id).gathered) {
+    copy.valid = valid;
+  }
+}
+
+bool DSParamRegistry::isValid(std::int64_t ds_id) const {
+  const auto& copies = entry(ds_id).gathered;
+  return !copies.empty() && std::all_of(copies.begin(), copies.end(), [&](const GatheredParam& copy) {
+    return isCurrent(ds_id, copy);
+  });
+}
+
+bool DSParamRegistry::isCurrent(std::int64_t ds_id, const GatheredParam& copy) const {
+  const DSParam& param = entry(ds_id).param;
+  return copy.valid && (param.isOffloaded() || copy.version == versionOf(param.getDSTensor()));
+}
+
+// Tensors made under inference mode have no version and cannot be changed in place by autograd-aware code.
+std::uint32_t DSParamRegistry::versionOf(const at::Tensor& shard) {
+  return shard.is_inference() ? 0 : static_cast<std::uint32_t>(shard._version());
+}
+
+}  // namespace dc

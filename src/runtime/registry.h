@@ -1,0 +1,78 @@
+// All parameters of one runtime and their gathered copies. Not synchronized: the runtime's lock guards it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "deepcompile/runtime/param.h"
+#include "deepcompile/runtime/stream.h"
+
+namespace dc {
+
+// One gathered copy of a parameter, in one dtype.
+struct GatheredParam {
+  at::Tensor tensor;          // true shape
+  Event ready;                // passes when the gather is complete
+  bool waited = false;        // someone was ordered after it
+  bool valid = true;          // the shard has not changed since
+  std::uint32_t version = 0;  // of the shard, when it was gathered
+};
+
+class DSParamRegistry {
+ public:
+  void registerParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                     at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent);
+
+  bool hasParam(std::int64_t ds_id) const { return entries_.find(ds_id) != entries_.end(); }
+  const DSParam& getParam(std::int64_t ds_id) const { return entry(ds_id).param; }
+  DSParam& getParam(std::int64_t ds_id) { return entry(ds_id).param; }
+  // In order of registration.
+  const std::vector<std::int64_t>& getIds() const { return ids_; }
+  void setPersistent(std::int64_t ds_id, bool persistent) { entry(ds_id).param.setPersistent(persistent); }
+  void offload(std::int64_t ds_id) { entry(ds_id).param.offload(); }
+  void reload(std::int64_t ds_id) { entry(ds_id).param.reload(); }
+
+  // Gathered copies, at most one per dtype. A new copy replaces the one of the same dtype.
+  void registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor);
+  void unregisterGatheredParam(std::int64_t ds_id);
+  bool hasGatheredParam(std::int64_t ds_id) const { return !entry(ds_id).gathered.empty(); }
+  const at::Tensor& getGatheredParam(std::int64_t ds_id) const;
+  GatheredParam* findGathered(std::int64_t ds_id, at::ScalarType dtype);
+  std::vector<GatheredParam>& gatheredCopies(std::int64_t ds_id) { return entry(ds_id).gathered; }
+
+  // Validity of all copies of a parameter; false where there is none.
+  void setValid(std::int64_t ds_id, bool valid);
+  bool isValid(std::int64_t ds_id) const;
+  // True when the shard is as it was when `copy` was gathered and nobody has invalidated the copy.
+  bool isCurrent(std::int64_t ds_id, const GatheredParam& copy) const;
+  static std::uint32_t versionOf(const at::Tensor& shard);
+
+  // How many graphs need the gathered copies of a parameter to stay.
+  int& holders(std::int64_t ds_id) { return entry(ds_id).holders; }
+
+  // Parameters whose grad_buffer holds gradients that later reductions must add to.
+  std::unordered_map<std::int64_t, bool>& accumulated() { return accumulated_; }
+  // True when an optimizer step followed the last backward, so that the next reduction overwrites.
+  bool updateFollowed() const { return update_followed_; }
+  void setUpdateFollowed(bool followed) { update_followed_ = followed; }
+
+ private:
+  struct Entry {
+    DSParam param;
+    std::vector<GatheredParam> gathered;
+    int holders = 0;
+  };
+  const Entry& entry(std::int64_t ds_id) const;
+  Entry& entry(std::int64_t ds_id);
+
+  std::unordered_map<std::int64_t, Entry> entries_;
+  std::vector<std::int64_t> ids_;
+  std::unordered_map<std::int64_t, bool> accumulated_;
+  bool update_followed_ = true;
+};
+
+}  // namespace dc

@@ -1,0 +1,313 @@
+#include "deepcompile/runtime/runtime.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+
+#include "deepcompile/base/environment.h"
+#include "deepcompile/base/error.h"
+#include "deepcompile/base/log.h"
+#include "deepcompile/base/text.h"
+#include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/z1_executor.h"
+#include "deepcompile/runtime/z2_executor.h"
+
+namespace dc {
+namespace {
+
+int usableCores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+bool reducible(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16 ||
+         at::isComplexType(dtype);
+}
+
+}  // namespace
+
+Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context,
+                 Channels channels, std::int64_t initial_reduce_bucket_size, int local_ranks)
+    : process_group_(std::move(process_group)),
+      context_(std::move(context)),
+      channels_(std::move(channels)),
+      registry_(std::make_shared<DSParamRegistry>()),
+      pool_(std::make_shared<BufferPool>(c10::GetCPUAllocator())),
+      reduce_buckets_(
+          std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size, context_->config.double_buffer)),
+      mode_(chooseCpuStreamMode(Environment::read().cpu_stream, local_ranks, at::get_num_threads(), usableCores())),
+      gather_stream_(makeCpuStream(mode_, "gather")),
+      reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeCpuStream(mode_, "reduce")),
+      copy_stream_(makeCpuStream(CpuStreamMode::Inline, "copy")),
+      offload_stream_(makeCpuStream(mode_, "offload")),
+      reload_stream_(makeCpuStream(mode_, "reload")) {
+  check(!context_->config.symmetric_memory,
+        "symmetric_memory needs CUDA, which this build does not have; leave the key out or set it to false");
+  check(context_->config.timeout > 0,
+        [&] { return concat("timeout is ", context_->config.timeout, " seconds; it must be above 0"); });
+  setTimeouts();
+}
+
+void Runtime::setTimeouts() {
+  channels_.gather->setTimeout(context_->timeout());
+  channels_.reduce->setTimeout(context_->timeout());
+}
+
+Runtime::~Runtime() { close(); }
+
+void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up; make a new one with dc.init"); }
+
+void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                       at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent,
+                       const ParamOptions& options) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  const std::string quoted = options.name.empty() ? "" : " '" + options.name + "'";
+  const std::string label = concat("parameter", quoted, " (id ", ds_id, ", shape [", join_as_str(ds_shape, ", "), "])");
+  const auto require = [&](bool ok, auto&&... what) {
+    check(ok, [&] { return concat(label, ": ", what..., " (", context_->place, ")"); });
+  };
+  require(std::all_of(ds_shape.begin(), ds_shape.end(), [](std::int64_t s) { return s >= 0; }), "a dimension is negative");
+  require(!registry_->hasParam(ds_id), "the id is registered already");
+  require(ds_tensor.defined() && ds_tensor.device().is_cpu() && ds_tensor.layout() == at::kStrided, "its tensor is on ",
+          ds_tensor.defined() ? ds_tensor.device().str() : "no device", "; this build serves strided CPU tensors");
+  require(ds_tensor.is_contiguous(), "its tensor is not contiguous");
+  const auto numel = static_cast<std::int64_t>(productDim(ds_shape));
+  const std::int64_t shard = (numel + context_->size - 1) / context_->size;
+  if (partitioned) {
+    require(ds_tensor.numel() == shard, "the shard has ", ds_tensor.numel(), " elements; ", numel, " elements over ",
+            context_->size, " ranks take ", shard, " on each, the last padded");
+  } else {
+    require(ds_tensor.numel() == numel, "the tensor has ", ds_tensor.numel(), " elements instead of ", numel,
+            " (ZeRO-1 and 2 register the whole parameter)");
+  }
+  if (grad_buffer.defined()) {
+    require(grad_buffer.device() == ds_tensor.device(), "its gradient buffer is on ", grad_buffer.device(),
+            " and the parameter on ", ds_tensor.device());
+    require(grad_buffer.is_contiguous(), "its gradient buffer is not contiguous");
+    require(reducible(grad_buffer.scalar_type()), "gradients of dtype ", grad_buffer.scalar_type(),
+            " cannot be averaged; the buffer must be floating point or complex");
+    if (partitioned) {
+      require(grad_buffer.numel() == shard || grad_buffer.numel() == 0, "the gradient buffer has ", grad_buffer.numel(),
+              " elements; it must have those of the shard, ", shard, ", or none for a frozen parameter");
+    } else {
+      require(offset >= 0 && offset + grad_buffer.numel() <= numel, "the gradient buffer holds elements [", offset, ", ",
+              offset + grad_buffer.numel(), ") of a gradient of ", numel);
+    }
+  }
+  if (options.reduce_dtype) {
+    require(reducible(*options.reduce_dtype), "reduce_dtype ", *options.reduce_dtype,
+            " cannot be averaged; it must be floating point or complex");
+  }
+
+  registry_->registerParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned, offset, persistent);
+  DSParam& param = registry_->getParam(ds_id);
+  param.setName(options.name);
+  param.setOffloadStreams(offload_stream_, reload_stream_, context_->config.timeout);
+  if (options.reduce_dtype) {
+    param.setReduceDtype(*options.reduce_dtype);
+  }
+  std::vector<Slice> owners;
+  for (int r = 0; partitioned && r < context_->size; ++r) {
+    owners.push_back({r * shard, (r + 1) * shard});
+  }
+  param.setOwners(std::move(owners));
+  agreed_ = false;
+}
+
+void Runtime::registerParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                            at::Tensor grad_buffer, std::int64_t offset, const ParamOptions& options) {
+  addParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), /*partitioned=*/false, offset,
+           /*persistent=*/false, options);
+}
+
+void Runtime::registerZ3Param(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                              at::Tensor grad_buffer, bool persistent, const ParamOptions& options) {
+  addParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), /*partitioned=*/true, /*offset=*/0, persistent,
+           options);
+}
+
+// A graph may be registered before its parameters; what is there by now must be of the right stage.
+void Runtime::checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const {
+  for (const std::int64_t id : ds_ids) {
+    check(!registry_->hasParam(id) || registry_->getParam(id).isPartitioned() == partitioned, [&] {
+      return concat("graph ", graph_id, ": ", registry_->getParam(id).describe(), " was registered with ",
+                    partitioned ? "register_param (ZeRO-1, 2)" : "register_z3_param", " and cannot be part of a graph of ",
+                    partitioned ? "ZeRO-3" : "ZeRO-1 or 2", " (", context_->place, ")");
+    });
+  }
+}
+
+void Runtime::registerGraphZ1(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids) {
+  const std::lock_guard lock(context_->mutex);
+  checkGraphIds(graph_id, ds_ids, /*partitioned=*/false);
+  addGraph(graph_id, std::make_shared<Z1CustomOpExecutor>(process_group_, registry_, reduce_buckets_, ds_ids,
+                                                          channels_.reduce, reduce_stream_, copy_stream_,
+                                                          context_->config.pre_div_reduce, context_));
+}
+
+void Runtime::registerGraphZ2(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids) {
+  const std::lock_guard lock(context_->mutex);
+  checkGraphIds(graph_id, ds_ids, /*partitioned=*/false);
+  addGraph(graph_id, std::make_shared<Z2CustomOpExecutor>(process_group_, registry_, reduce_buckets_, ds_ids,
+                                                          channels_.reduce, reduce_stream_, copy_stream_,
+                                                          context_->config.pre_div_reduce, context_));
+}
+
+void Runtime::registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids) {
+  const std::lock_guard lock(context_->mutex);
+  checkGraphIds(graph_id, ds_ids, /*partitioned=*/true);
+  addGraph(graph_id, std::make_shared<Z3CustomOpExecutor>(
+                         graph_id, process_group_, registry_, reduce_buckets_, ds_ids, channels_.reduce, reduce_stream_,
+                         copy_stream_, GatherResources{channels_.gather, gather_stream_, pool_},
+                         context_->config.pre_div_reduce, context_));
+}
+
+void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
+  const std::lock_guard lock(context_->mutex);
+  addGraph(graph_id, std::move(executor));
+}
+
+void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
+  checkOpen();
+  GraphTable::global().add(std::make_shared<const Graph>(
+      Graph{graph_id, this, executor, std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
+  executors_.emplace(graph_id, std::move(executor));
+  agreed_ = false;
+}
+
+void Runtime::ensureAgreed() {
+  if (agreed_) [[likely]] {
+    return;
+  }
+  checkOpen();
+  for (const auto& [graph_id, executor] : executors_) {
+    for (const std::int64_t id : executor->getIds()) {
+      check(registry_->hasParam(id), [&, graph = graph_id] {
+        return concat("graph ", graph, " lists parameter id ", id, ", which is not registered (", context_->place, ")");
+      });
+    }
+  }
+  // On this thread, while the gather stream is idle: a disagreement must not poison the stream.
+  gather_stream_->synchronize(context_->deadline());
+  agreeOnRegistration(*channels_.gather, *registry_, executors_);
+  agreed_ = true;
+}
+
+void Runtime::setPersistent(std::int64_t ds_id) {
+  const std::lock_guard lock(context_->mutex);
+  registry_->setPersistent(ds_id, true);
+}
+
+void Runtime::startForward() {
+  const std::lock_guard lock(context_->mutex);
+  ensureAgreed();
+  setTimeouts();
+  if (update_pending_) {
+    for (const std::int64_t id : registry_->getIds()) {
+      registry_->setValid(id, false);
+    }
+    update_pending_ = false;
+  }
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->startForward();
+  }
+}
+
+void Runtime::endForward() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->endForward();
+  }
+}
+
+void Runtime::startBackward(bool update) {
+  const std::lock_guard lock(context_->mutex);
+  ensureAgreed();
+  update_pending_ = update_pending_ || update;
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->startBackward(update);
+  }
+}
+
+void Runtime::freeGathered(std::int64_t ds_id) {
+  const DSParam& param = registry_->getParam(ds_id);
+  for (const GatheredParam& copy : registry_->gatheredCopies(ds_id)) {
+    releaseStorage(copy.tensor, concat(param.describe(), " is read after its gathered copy was invalidated (",
+                                       context_->place, "); gather it again"),
+                   context_->config.debug);
+  }
+  registry_->unregisterGatheredParam(ds_id);
+}
+
+void Runtime::invalidateGatheredParam(std::int64_t ds_id) {
+  const std::lock_guard lock(context_->mutex);
+  freeGathered(ds_id);
+}
+
+void Runtime::clearAllGatheredParams() {
+  const std::lock_guard lock(context_->mutex);
+  for (const std::int64_t id : registry_->getIds()) {
+    freeGathered(id);
+  }
+}
+
+void Runtime::reset() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    GraphTable::global().remove(graph_id);
+  }
+  executors_.clear();
+  for (const std::int64_t id : registry_->getIds()) {
+    freeGathered(id);
+    registry_->holders(id) = 0;
+  }
+  agreed_ = false;
+}
+
+void Runtime::close() {
+  if (!open_) {
+    return;
+  }
+  reset();
+  for (const auto& stream : {gather_stream_, reduce_stream_, offload_stream_, reload_stream_}) {
+    try {
+      stream->synchronize(context_->deadline());
+    } catch (const std::exception& error) {
+      log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+    }
+  }
+  const std::lock_guard lock(context_->mutex);
+  open_ = false;
+  pool_->trim();
+  reduce_buckets_->clear();
+}
+
+namespace {
+
+std::mutex default_mutex;
+std::shared_ptr<Runtime>& defaultSlot() {
+  static std::shared_ptr<Runtime> runtime;
+  return runtime;
+}
+
+}  // namespace
+
+std::shared_ptr<Runtime> defaultRuntime() {
+  const std::lock_guard lock(default_mutex);
+  return defaultSlot();
+}
+
+void setDefaultRuntime(std::shared_ptr<Runtime> runtime) {
+  const std::lock_guard lock(default_mutex);
+  defaultSlot() = std::move(runtime);
+}
+
+}  // namespace dc

@@ -1,0 +1,117 @@
+// One runtime per process group: parameters, graphs, streams, communicators and buffers, made and destroyed together.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "deepcompile/comm/communicator.h"
+#include "deepcompile/runtime/buffer_pool.h"
+#include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/executor.h"
+#include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/reduce_bucket.h"
+#include "deepcompile/runtime/registry.h"
+#include "deepcompile/runtime/z3_executor.h"
+
+namespace dc {
+
+// The channels of a runtime. Where both are the same object, gathers and reductions share a stream: on one channel all
+// ranks must run everything in one order.
+struct Channels {
+  std::shared_ptr<Communicator> gather;
+  std::shared_ptr<Communicator> reduce;
+};
+
+struct ParamOptions {
+  std::string name;                             // for messages
+  std::optional<at::ScalarType> reduce_dtype;   // the gradient buffer's when not given
+};
+
+class Runtime {
+ public:
+  // `local_ranks` is the number of ranks on this host, which share its cores.
+  Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context, Channels channels,
+          std::int64_t initial_reduce_bucket_size, int local_ranks);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  // ZeRO-1 and 2.
+  void registerParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                     at::Tensor grad_buffer, std::int64_t offset, const ParamOptions& options = {});
+  void registerZ3Param(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                       at::Tensor grad_buffer, bool persistent, const ParamOptions& options = {});
+  void registerGraphZ1(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
+  void registerGraphZ2(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
+  void registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
+  // An executor of the caller's own.
+  void registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
+
+  void setPersistent(std::int64_t ds_id);
+  void startForward();
+  void endForward();
+  void startBackward(bool update);
+  void enableProfiling(bool enable) { context_->profiling = enable; }
+  bool isProfiling() const { return context_->profiling; }
+  // Forgets all graphs and gathered parameters; the parameters stay.
+  void reset();
+  // The next gather of the parameter travels again, persistent or not. Frees what was gathered.
+  void invalidateGatheredParam(std::int64_t ds_id);
+  void clearAllGatheredParams();
+
+  // Waits for what is in flight and lets go of everything. Errors of work in flight are logged, not thrown.
+  void close();
+
+  // All ranks have registered the same; cheap when nothing was registered since the last call. Lock held.
+  void ensureAgreed();
+
+  Context& context() { return *context_; }
+  const std::shared_ptr<Context>& sharedContext() const { return context_; }
+  DSParamRegistry& registry() { return *registry_; }
+  const std::shared_ptr<DSParamRegistry>& sharedRegistry() const { return registry_; }
+  const std::shared_ptr<DoubleBufferedReduceBucket>& reduceBuckets() const { return reduce_buckets_; }
+  const Channels& channels() const { return channels_; }
+  BufferPool& pool() { return *pool_; }
+  const std::shared_ptr<Stream>& reduceStream() const { return reduce_stream_; }
+  const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& processGroup() const { return process_group_; }
+  CpuStreamMode streamMode() const { return mode_; }
+  std::int64_t parameterCount() const { return static_cast<std::int64_t>(registry_->getIds().size()); }
+
+ private:
+  void addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
+                at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent,
+                const ParamOptions& options);
+  void addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
+  void checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const;
+  void freeGathered(std::int64_t ds_id);
+  void checkOpen() const;
+  void setTimeouts();
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  const std::shared_ptr<Context> context_;
+  Channels channels_;
+  const std::shared_ptr<DSParamRegistry> registry_;
+  const std::shared_ptr<BufferPool> pool_;
+  std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
+  const CpuStreamMode mode_;
+  std::shared_ptr<Stream> gather_stream_;
+  std::shared_ptr<Stream> reduce_stream_;
+  std::shared_ptr<Stream> copy_stream_;
+  std::shared_ptr<Stream> offload_stream_;
+  std::shared_ptr<Stream> reload_stream_;
+  std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;
+  bool agreed_ = false;
+  bool update_pending_ = false;  // an update follows the last backward: what is gathered will be out of date
+  bool open_ = true;
+};
+
+// The runtime behind the free functions of the package; null before init and after cleanup.
+std::shared_ptr<Runtime> defaultRuntime();
+void setDefaultRuntime(std::shared_ptr<Runtime> runtime);
+
+}  // namespace dc

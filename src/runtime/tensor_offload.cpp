@@ -1,0 +1,60 @@
+#include "deepcompile/runtime/tensor_offload.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/runtime/async.h"
+
+namespace dc {
+
+TensorOffload::TensorOffload(std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,
+                             std::shared_ptr<Context> context)
+    : offload_stream_(std::move(offload_stream)),
+      reload_stream_(std::move(reload_stream)),
+      context_(std::move(context)) {}
+
+TensorOffload::Transfer& TensorOffload::find(const char* operation, std::int64_t id) {
+  const auto found = transfers_.find(id);
+  check(found != transfers_.end(), [&] {
+    return concat(operation, ": no tensor with id ", id, " was offloaded in this graph (", context_->place, ")");
+  });
+  return found->second;
+}
+
+at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Transfer& transfer = transfers_[id];
+  transfer.device = tensor.device();
+  transfer.reloading = false;
+  at::Tensor host = at::empty_like(tensor, tensor.options().device(at::kCPU).requires_grad(false));
+  runDetached(*offload_stream_, [id] { return concat("offloading tensor ", id); }, [host, tensor] { host.copy_(tensor); });
+  transfer.offloaded = offload_stream_->record();
+  context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
+  return host;
+}
+
+void TensorOffload::waitOffload(std::int64_t id) { context_->await(find("wait_offload", id).offloaded); }
+
+at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Transfer& transfer = find("reload_tensor", id);
+  at::Tensor tensor = at::empty_like(host, host.options().device(transfer.device).requires_grad(false));
+  reload_stream_->wait(transfer.offloaded, context_->deadline());
+  runDetached(*reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host); });
+  transfer.reloaded = reload_stream_->record();
+  transfer.reloading = true;
+  context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
+  return tensor;
+}
+
+void TensorOffload::waitReload(std::int64_t id) {
+  Transfer& transfer = find("wait_reload", id);
+  check(transfer.reloading,
+        [&] { return concat("wait_reload: tensor ", id, " is not being reloaded (", context_->place, ")"); });
+  context_->await(transfer.reloaded);
+}
+
+}  // namespace dc

@@ -1,0 +1,35 @@
+#include "deepcompile/runtime/z1_executor.h"
+
+#include <utility>
+
+#include <ATen/Functions.h>
+
+namespace dc {
+
+void Z1CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor& grad) {
+  Local& local = local_[param.getId()];
+  if (!local.sum.defined()) {
+    local.sum = at::empty({param.numel()}, grad.options().dtype(param.getReduceDtype()).requires_grad(false));
+  }
+  const at::Tensor flat = grad.reshape({-1});
+  if (local.holds) {
+    local.sum.add_(flat);
+  } else {
+    local.sum.copy_(flat);
+  }
+  local.holds = true;
+}
+
+at::Tensor Z1CustomOpExecutor::withLocal(const DSParam& param, at::Tensor grad) {
+  const auto found = local_.find(param.getId());
+  if (found == local_.end() || !found->second.holds) {
+    return grad;
+  }
+  if (grad.defined()) {
+    accumulateLocally(param, grad);
+  }
+  found->second.holds = false;
+  return found->second.sum;
+}
+
+}  // namespace dc

@@ -1,0 +1,349 @@
+#include "deepcompile/runtime/z3_executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/base/text.h"
+#include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/raw_tensor.h"
+#include "deepcompile/runtime/storage_guard.h"
+
+namespace dc {
+
+Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                       std::shared_ptr<DSParamRegistry> param_registry,
+                                       std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets,
+                                       std::vector<std::int64_t> ds_ids, std::shared_ptr<Communicator> comm,
+                                       std::shared_ptr<Stream> rs_stream, std::shared_ptr<Stream> copy_stream,
+                                       GatherResources gather, bool pre_div_reduce, std::shared_ptr<Context> context)
+    : CustomOpExecutor(std::move(process_group), std::move(param_registry), std::move(reduce_buckets), std::move(ds_ids),
+                       std::move(comm), std::move(rs_stream), std::move(copy_stream), pre_div_reduce,
+                       std::move(context)),
+      graph_id_(graph_id),
+      gather_(std::move(gather)) {}
+
+void Z3CustomOpExecutor::startForward() { uses_.clear(); }
+
+void Z3CustomOpExecutor::startBackward(bool update) {
+  CustomOpExecutor::startBackward(update);
+  uses_.clear();
+  reduced_.clear();
+}
+
+bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
+  const GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  return copy != nullptr && param_registry_->isCurrent(wanted.id, *copy);
+}
+
+void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
+  if (held_.insert(ds_id).second) {
+    ++param_registry_->holders(ds_id);
+  }
+}
+
+// Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the tensor
+// cannot be read until waitAllgather puts the storage under it.
+at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
+  at::Tensor out = aliasOf(copy.tensor);
+  if (context_->config.debug && !copy.waited) {
+    const auto key = *gatherKeyOf(copy.tensor);
+    auto guard = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+                                                       c10::DataPtr(nullptr, out.device()), nullptr, false);
+    guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(),
+                                " is read before wait_allgather (graph ", graph_id_, ", ", place(), ")"));
+    out.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(guard)));
+  }
+  return out;
+}
+
+std::vector<at::Tensor> Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted, bool loose) {
+  std::vector<at::Tensor> tensors;
+  std::vector<GatherPart> parts;  // shards as they are; cast on the gather stream, just before they travel
+  std::vector<std::int64_t> ids;
+  for (const auto& [id, dtype] : wanted) {
+    const DSParam& param = param_registry_->getParam(id);
+    const at::Tensor shard = param.getDSTensor();
+    const GatherKey key{graph_id_, id, dtype, DSParamRegistry::versionOf(shard)};
+    const std::int64_t padded = param.getPaddedNumel();
+    if (!loose) {
+      // What is there is out of date: its memory first, so that the new copy may use it.
+      if (GatheredParam* old = param_registry_->findGathered(id, dtype); old != nullptr) {
+        releaseStorage(old->tensor, concat(param.describe(), " was gathered again after its shard had changed"), false);
+      }
+    }
+    Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(dtype)));
+    gather_.stream->wait(buffer.free_after, context_->deadline());
+    parts.push_back({shard.dim() == 1 ? shard : shard.view({-1}), rawTensor(buffer.memory.get(), {padded}, dtype, shard.device())});
+    ids.push_back(id);
+    tensors.push_back(makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device()));
+  }
+
+  if (context_->config.sync_before_allgather) {
+    gather_.stream->synchronize(context_->deadline());
+  }
+  const bool alone = gather_.comm->size() == 1;
+  auto what = [ids, label = param_registry_->getParam(ids[0]).label(), graph = graph_id_, context = context_] {
+    return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ", graph,
+                  ") on ", context->place);
+  };
+  std::string signature =
+      context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
+  runDetached(*gather_.stream, std::move(what),
+              [comm = gather_.comm, parts = std::move(parts), alone, signature = std::move(signature)] {
+                if (alone) {
+                  for (const GatherPart& part : parts) {
+                    part.full.copy_(part.shard);
+                  }
+                  return;
+                }
+                std::vector<GatherPart> cast;
+                for (const GatherPart& part : parts) {
+                  cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
+                }
+                agreeOnCollective(*comm, signature);
+                comm->allGather(cast);
+              });
+  const Event ready = gather_.stream->record();
+  if (context_->config.sync_after_allgather) {
+    context_->await(ready);
+  }
+
+  auto& stats = context_->stats;
+  stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  if (wanted.size() > 1) {
+    stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  }
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    setFreeAfter(tensors[i], ready);
+    if (!loose) {
+      param_registry_->registerGatheredParam(wanted[i].id, tensors[i]);
+      GatheredParam* copy = param_registry_->findGathered(wanted[i].id, wanted[i].dtype);
+      copy->ready = ready;
+      copy->waited = context_->config.sync_after_allgather;
+    }
+  }
+  if (loose) {
+    context_->await(ready);
+  }
+  return tensors;
+}
+
+at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  if (hasCurrentCopy(wanted)) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted}, /*loose=*/false);
+  }
+  hold(ds_id);
+  if (context_->config.debug) {
+    ++gathered_[ds_id];
+  }
+  return handOut(*param_registry_->findGathered(ds_id, wanted.dtype));
+}
+
+void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds_ids,
+                                             const std::optional<std::vector<at::ScalarType>>& dtypes) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(!dtypes || dtypes->size() == ds_ids.size(), [&] {
+    return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ", graph_id_,
+                  ", ", place(), ")");
+  });
+  std::vector<Wanted> wanted;
+  for (std::size_t i = 0; i < ds_ids.size(); ++i) {
+    const DSParam& param = member(ds_ids[i]);
+    const Wanted w{ds_ids[i], dtypes ? (*dtypes)[i] : param.getDtype()};
+    const bool listed = std::any_of(wanted.begin(), wanted.end(),
+                                    [&](const Wanted& other) { return other.id == w.id && other.dtype == w.dtype; });
+    if (!listed && !hasCurrentCopy(w)) {
+      wanted.push_back(w);
+    }
+  }
+  if (!wanted.empty()) {
+    launch(wanted, /*loose=*/false);
+  }
+  for (const std::int64_t id : ds_ids) {
+    hold(id);
+  }
+}
+
+void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) {
+  const DSParam& param = member(ds_id);
+  auto& copies = param_registry_->gatheredCopies(ds_id);
+  check(!copies.empty(), [&] {
+    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(), ")");
+  });
+  for (GatheredParam& copy : copies) {
+    const bool meant = v.numel() == 0 || copy.tensor.scalar_type() == v.scalar_type();
+    if (!meant) {
+      continue;
+    }
+    if (!copy.waited) {
+      context_->await(copy.ready);
+      copy.ready = Event();
+      copy.waited = true;
+    }
+    if (context_->config.debug && v.numel() > 0 && v.sizes() == copy.tensor.sizes() && !gatherKeyOf(v)) {
+      v.unsafeGetTensorImpl()->set_storage_keep_dtype(copy.tensor.storage());
+    }
+  }
+}
+
+void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users) {
+  const DSParam& param = member(ds_id);
+  check(n_users >= 1, [&] {
+    return concat("release_param: n_users is ", n_users, " for ", param.describe(), "; it must be at least 1 (graph ",
+                  graph_id_, ", ", place(), ")");
+  });
+  if (context_->profiling) {
+    return;
+  }
+  check(!context_->config.debug || held_.count(ds_id) > 0, [&] {
+    return concat("release_param: ", param.describe(), " is not gathered by this graph, or was released by all its users "
+                  "already (graph ", graph_id_, ", ", place(), ")");
+  });
+  if (n_users > 1) {
+    Uses& uses = uses_[ds_id];
+    if (uses.left == 0) {
+      uses = {n_users, n_users};
+    }
+    check(uses.n_users == n_users, [&] {
+      return concat("release_param: ", param.describe(), " is released with n_users=", n_users, " after n_users=",
+                    uses.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+    });
+    if (--uses.left > 0) {
+      return;
+    }
+  } else if (!uses_.empty()) {
+    const auto found = uses_.find(ds_id);
+    check(found == uses_.end() || found->second.left == 0, [&] {
+      return concat("release_param: ", param.describe(), " is released with n_users=1 after n_users=",
+                    found->second.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+    });
+  }
+  if (held_.erase(ds_id) == 0) {
+    return;
+  }
+  if (--param_registry_->holders(ds_id) == 0 && !param.isPersistent()) {
+    freeCopies(ds_id, "release_param");
+  }
+}
+
+void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, const char* why) {
+  const DSParam& param = param_registry_->getParam(ds_id);
+  for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
+    if (context_->config.debug) {
+      context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
+    }
+    releaseStorage(copy.tensor,
+                   concat(param.describe(), " is read after its storage was freed by ", why, " (graph ", graph_id_, ", ",
+                          place(), "); gather it again, or count this use in n_users"),
+                   context_->config.debug);
+    context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
+  }
+  param_registry_->unregisterGatheredParam(ds_id);
+}
+
+at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(key.id);
+  const std::uint32_t version = DSParamRegistry::versionOf(param.getDSTensor());
+  check(version == key.version, [&] {
+    return concat(param.describe(), " was changed between the forward and the backward that needs it (its shard's version went "
+                  "from ", key.version, " to ", version, "); run the backward before the update (", place(), ")");
+  });
+  const Wanted wanted{key.id, key.dtype};
+  if (hasCurrentCopy(wanted)) {
+    GatheredParam& copy = *param_registry_->findGathered(key.id, key.dtype);
+    context_->await(copy.ready);
+    copy.ready = Event();
+    copy.waited = true;
+    return aliasOf(copy.tensor);
+  }
+  context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
+  return launch({wanted}, /*loose=*/true)[0];
+}
+
+at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+  if (context_->config.debug && !context_->profiling) {
+    int& pending = gathered_[ds_id];
+    check(pending > 0, [&] {
+      return concat("reduce_grad: more reductions than gathers of ", member(ds_id).describe(), " (graph ", graph_id_, ", ",
+                    place(), ")");
+    });
+    --pending;
+  }
+  at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  if (!context_->profiling) {
+    reduced_.insert(ds_id);
+  }
+  return result;
+}
+
+void Z3CustomOpExecutor::endBackward() {
+  if (!backwardOpen()) {
+    return;
+  }
+  CustomOpExecutor::endBackward();
+  // What is still being gathered reads the shards that the optimizer is about to change.
+  context_->await(gather_.stream->record());
+  for (const std::int64_t id : reloading_) {
+    param_registry_->getParam(id).getDSTensor();
+  }
+  reloading_.clear();
+  gathered_.clear();
+  if (!context_->profiling) {
+    publishGradients();
+  }
+}
+
+// The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.
+void Z3CustomOpExecutor::publishGradients() {
+  for (const std::int64_t id : ds_ids_) {
+    const DSParam& param = param_registry_->getParam(id);
+    if (!param.trainable() || withoutGradient().count(id) > 0 || (comm_->size() == 1 && reduced_.count(id) == 0)) {
+      continue;
+    }
+    const at::Tensor shard = param.getDSTensor();
+    if (!shard.requires_grad() || !shard.is_leaf()) {
+      continue;
+    }
+    at::Tensor gradient = param.getGradBuffer().view(shard.sizes());
+    if (gradient.scalar_type() != shard.scalar_type()) {
+      gradient = gradient.to(shard.scalar_type());
+    }
+    at::Tensor& published = shard.mutable_grad();
+    if (!published.defined() || !published.is_alias_of(gradient)) {
+      published = gradient;
+    }
+  }
+}
+
+void Z3CustomOpExecutor::offloadParameter(std::int64_t ds_id) {
+  const DSParam& param = member(ds_id);
+  context_->await(gather_.stream->record());  // no gather may be reading it
+  context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(param.getDSTensor().nbytes()),
+                                            std::memory_order_relaxed);
+  param_registry_->offload(ds_id);
+}
+
+void Z3CustomOpExecutor::reloadParameter(std::int64_t ds_id) {
+  const DSParam& param = member(ds_id);
+  if (!param.isOffloaded()) {
+    return;
+  }
+  param_registry_->reload(ds_id);
+  context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(param.getPaddedNumel() / comm_->size() *
+                                                                     c10::elementSize(param.getDtype())),
+                                           std::memory_order_relaxed);
+  reloading_.insert(ds_id);
+}
+
+}  // namespace dc

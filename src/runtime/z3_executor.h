@@ -1,0 +1,84 @@
+// ZeRO-3: parameters are sharded as well, gathered for their use and released after it.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "deepcompile/runtime/buffer_pool.h"
+#include "deepcompile/runtime/executor.h"
+#include "deepcompile/runtime/gathered.h"
+#include "deepcompile/runtime/tensor_offload.h"
+
+namespace dc {
+
+// What ZeRO-3 needs beyond the other stages.
+struct GatherResources {
+  std::shared_ptr<Communicator> comm;
+  std::shared_ptr<Stream> stream;
+  std::shared_ptr<BufferPool> pool;
+};
+
+class Z3CustomOpExecutor : public CustomOpExecutor {
+ public:
+  Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                     std::shared_ptr<DSParamRegistry> param_registry,
+                     std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets, std::vector<std::int64_t> ds_ids,
+                     std::shared_ptr<Communicator> comm, std::shared_ptr<Stream> rs_stream,
+                     std::shared_ptr<Stream> copy_stream, GatherResources gather, bool pre_div_reduce,
+                     std::shared_ptr<Context> context = nullptr);
+
+  void startForward() override;
+  void startBackward(bool update) override;
+  void endBackward() override;
+  at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
+
+  // The gathered parameter, cast to `dtype` before it travels. Readable after waitAllgather. A valid copy is returned as
+  // it is; nothing is launched then.
+  at::Tensor allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype);
+  // Starts the gathers that are not there yet as one communication.
+  void prefetchParamsFused(const std::vector<std::int64_t>& ds_ids,
+                           const std::optional<std::vector<at::ScalarType>>& dtypes);
+  // Orders the caller after the gather that made `v` (or, where `v` is a dummy, after all gathers of the parameter).
+  void waitAllgather(const at::Tensor& v, std::int64_t ds_id);
+  void releaseParam(std::int64_t ds_id, std::int64_t n_users);
+
+  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives. An error when
+  // the shard has changed since `key` was made.
+  at::Tensor gatherAgain(const GatherKey& key);
+
+  void offloadParameter(std::int64_t ds_id);
+  void reloadParameter(std::int64_t ds_id);
+
+ protected:
+  void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
+
+ private:
+  struct Wanted {
+    std::int64_t id;
+    at::ScalarType dtype;
+  };
+  struct Uses {
+    std::int64_t n_users = 0;
+    std::int64_t left = 0;
+  };
+  // Starts the gathers and returns the tensors, registered as valid copies or (loose) owned by their holders alone.
+  std::vector<at::Tensor> launch(const std::vector<Wanted>& wanted, bool loose);
+  bool hasCurrentCopy(const Wanted& wanted);
+  void hold(std::int64_t ds_id);
+  void freeCopies(std::int64_t ds_id, const char* why);
+  void publishGradients();
+  at::Tensor handOut(const GatheredParam& copy) const;
+
+  const std::int64_t graph_id_;
+  const GatherResources gather_;
+  std::unordered_map<std::int64_t, Uses> uses_;     // of parameters partly released in this pass
+  std::unordered_set<std::int64_t> held_;           // gathered for this graph and not released by it
+  std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet
+  std::unordered_set<std::int64_t> reduced_;        // parameters with a reduction in this backward
+  std::unordered_set<std::int64_t> reloading_;
+};
+
+}  // namespace dc

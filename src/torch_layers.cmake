@@ -1,0 +1,58 @@
+# The layers that need PyTorch, in one shared library: it registers the operators when it is loaded, and C++ users link it.
+add_library(
+  deepcompile SHARED
+  comm/c10d_communicator.cpp
+  comm/communicator.cpp
+  comm/ordered_sum.cpp
+  ops/autograd.cpp
+  ops/cpu.cpp
+  ops/functionalize.cpp
+  ops/kernels.cpp
+  ops/meta.cpp
+  ops/schemas.cpp
+  runtime/agreement.cpp
+  runtime/buffer_pool.cpp
+  runtime/executor.cpp
+  runtime/gathered.cpp
+  runtime/graph_table.cpp
+  runtime/param.cpp
+  runtime/raw_tensor.cpp
+  runtime/reduce_bucket.cpp
+  runtime/reduction_order.cpp
+  runtime/registry.cpp
+  runtime/runtime.cpp
+  runtime/stream.cpp
+  runtime/tensor_offload.cpp
+  runtime/tensor_text.cpp
+  runtime/z1_executor.cpp
+  runtime/z3_executor.cpp)
+target_link_libraries(deepcompile PRIVATE dc_flags "$<LINK_LIBRARY:WHOLE_ARCHIVE,dc_base>" PUBLIC PythonTorch::torch)
+target_precompile_headers(deepcompile PRIVATE torch_headers.h)
+
+# The Python module: one small file per subject.
+Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp)
+target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
+target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
+target_precompile_headers(_C PRIVATE bindings/python_headers.h)
+
+# In place the libraries lie where the installed package has them. Relative run paths, so that the package can be moved;
+# torch's libraries are in the process already when the module is loaded.
+set_target_properties(deepcompile PROPERTIES INSTALL_RPATH "$ORIGIN")
+set_target_properties(_C PROPERTIES INSTALL_RPATH "$ORIGIN/lib")
+if(DEEPCOMPILE_IN_PLACE)
+  set(package "${CMAKE_SOURCE_DIR}/python/deepcompile")
+  set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${package}")
+  set_target_properties(deepcompile PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${package}/lib")
+endif()
+
+include(CMakePackageConfigHelpers)
+set(cmake_files "share/cmake/deepcompile")
+configure_package_config_file("${CMAKE_SOURCE_DIR}/cmake/deepcompileConfig.cmake.in"
+                              "${CMAKE_BINARY_DIR}/deepcompileConfig.cmake" INSTALL_DESTINATION "${cmake_files}")
+write_basic_package_version_file("${CMAKE_BINARY_DIR}/deepcompileConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+install(TARGETS _C LIBRARY DESTINATION .)
+install(TARGETS deepcompile LIBRARY DESTINATION lib)
+install(DIRECTORY base comm runtime DESTINATION include/deepcompile FILES_MATCHING PATTERN "*.h")
+install(FILES deepcompile.h DESTINATION include/deepcompile)
+install(FILES "${CMAKE_BINARY_DIR}/deepcompileConfig.cmake" "${CMAKE_BINARY_DIR}/deepcompileConfigVersion.cmake"
+              "${CMAKE_SOURCE_DIR}/cmake/FindPythonTorch.cmake" DESTINATION "${cmake_files}")
