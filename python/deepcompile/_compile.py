@@ -1,1 +1,130 @@
-"""Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler."""
+"""Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler.
+
+Four things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
+they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a release that takes a dummy tensor depends on no data: it could run before the kernels
+that read the parameter. And Inductor would use the memory of a gathered parameter, once it is done with it, for results of
+its own, though the runtime may hand the same memory to the next reader.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+_ops = torch.ops.dc
+
+#: Called for their effect: kept although nothing reads what they return.
+EFFECTS = (
+    _ops.prefetch_params_fused.default,
+    _ops.release_param.default,
+    _ops.release_param_traced.default,
+    _ops.reduce_grad.default,
+    _ops.free_tensors.default,
+    _ops.offload_parameter.default,
+    _ops.reload_parameter.default,
+    _ops.end_backward.default,
+)
+
+#: All operators, in the order in which the program calls them.
+ORDERED = (
+    *EFFECTS,
+    _ops.allgather_param.default,
+    _ops.wait_allgather.default,
+    _ops.offload_tensor.default,
+    _ops.reload_tensor.default,
+    _ops.wait_offload.default,
+    _ops.wait_reload.default,
+)
+
+
+_RELEASES = (_ops.release_param.default, _ops.release_param_traced.default)
+
+
+class _GraphOrder:
+    """What lowering one graph has seen so far of our operators."""
+
+    def __init__(self) -> None:
+        self.last_buffer: str | None = None  # of the operator before this one
+        self.parameter_buffers: dict[tuple[int, int], set[str]] = {}  # (graph_id, id) -> buffers over its memory
+        self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
+        self._seen_operations = 0
+
+    def readers(self, graph: Any, buffers: set[str]) -> list[str]:
+        """Everything that reads one of the buffers, made real so that it can be waited for."""
+        for name in buffers:
+            for user in graph.name_to_users.get(name, ()):
+                user.realize()
+        for operation in graph.operations[self._seen_operations :]:
+            outputs = [output.get_name() for output in operation.get_outputs()]
+            for name in operation.get_read_names():
+                self._readers.setdefault(name, []).extend(outputs)
+        self._seen_operations = len(graph.operations)
+        return [reader for name in buffers for reader in self._readers.get(name, ())]
+
+
+_orders: weakref.WeakKeyDictionary[Any, _GraphOrder] = weakref.WeakKeyDictionary()
+
+
+def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Lowers to a call of the operator that runs after the one before it and, for a release, after all readers."""
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    order = _orders.setdefault(graph, _GraphOrder())
+    bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    key = (bound.get("graph_id"), bound.get("id"))
+
+    after = [] if order.last_buffer is None else [order.last_buffer]
+    if op in _RELEASES:
+        after += order.readers(graph, order.parameter_buffers.get(key, set()))
+
+    first_new = len(graph.operations)
+    result = fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+    for operation in graph.operations[first_new:]:
+        outputs = {output.get_name() for output in operation.get_outputs()}
+        for buffer in after:
+            if buffer not in outputs:
+                graph.additional_buffer_deps[operation.get_operation_name()].add(buffer)
+        if outputs:
+            order.last_buffer = next(iter(outputs))
+        if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
+            order.parameter_buffers.setdefault(key, set()).update(outputs)
+            graph.never_reuse_buffers.update(outputs)
+    return result
+
+
+def _keep_effects_in_their_pass() -> None:
+    """An operator that takes no data (a prefetch, a release of a dummy) fits into the forward and into the backward graph
+    alike, and the partitioner copies such operators into both when they must not be dropped. Tells it where each belongs.
+    """
+    from torch._functorch import partitioners
+
+    def also(predicate: Callable[[torch.fx.Node], bool], tag: str) -> Callable[[torch.fx.Node], bool]:
+        @functools.wraps(predicate)
+        def extended(node: torch.fx.Node) -> bool:
+            return predicate(node) or (node.target in EFFECTS and node.meta.get("partitioner_tag") == tag)
+
+        return extended
+
+    partitioners._must_be_in_forward = also(partitioners._must_be_in_forward, "is_forward")
+    partitioners._must_be_in_backward = also(partitioners._must_be_in_backward, "is_backward")
+
+
+def _register() -> None:
+    for op in EFFECTS:
+        has_side_effect(op)
+    _keep_effects_in_their_pass()
+
+    from torch._inductor.lowering import register_lowering
+
+    for op in ORDERED:
+        register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
+
+
+_register()

@@ -59,7 +59,12 @@ at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_
 }
 
 at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
-  Locked(graph_id).z3("release_param").releaseParam(id, n_users);
+  Locked(graph_id).z3("release_param").releaseParam(id, n_users, ReleasedSize::Zero);
+  return a;
+}
+
+at::Tensor releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
+  Locked(graph_id).z3("release_param").releaseParam(id, n_users, ReleasedSize::Nominal);
   return a;
 }
 

@@ -14,6 +14,7 @@ void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntAr
                          const std::optional<std::vector<at::ScalarType>>& dtypes);
 at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
+at::Tensor releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void freeTensors(at::TensorList a);
 at::Tensor offloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);

@@ -15,4 +15,8 @@ TORCH_LIBRARY(dc, m) {
   m.def("offload_parameter(Tensor a, int graph_id, int id) -> ()");
   m.def("reload_parameter(Tensor a, int graph_id, int id) -> ()");
   m.def("end_backward(int graph_id) -> ()");
+
+  // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
+  // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.
+  m.def("release_param_traced(Tensor(a) a, int graph_id, int id, int n_users) -> Tensor(a)");
 }

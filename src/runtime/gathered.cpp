@@ -57,7 +57,7 @@ void setFreeAfter(const at::Tensor& gathered, Event event) {
   }
 }
 
-void releaseStorage(const at::Tensor& gathered, std::string message, bool poison) {
+void releaseStorage(const at::Tensor& gathered, std::string message, bool poison, ReleasedSize size) {
   Owner* owner = ownerOf(gathered);
   if (owner == nullptr || !owner->buffer) {
     return;
@@ -70,7 +70,9 @@ void releaseStorage(const at::Tensor& gathered, std::string message, bool poison
   c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
   void* const context = data.release_context();
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, context, &deleteOwner, data.device()));
-  storage.set_nbytes(std::size_t{0});
+  if (size == ReleasedSize::Zero) {
+    storage.set_nbytes(std::size_t{0});
+  }
   guardStorage(storage, std::move(message));
   owner->giveBack();
 }

@@ -34,8 +34,11 @@ std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);
 // The pool may use the memory of `gathered` again once `event` has passed.
 void setFreeAfter(const at::Tensor& gathered, Event event);
 
+// What a released storage says of its size. Views can be taken of it only while it keeps the nominal one.
+enum class ReleasedSize { Zero, Nominal };
+
 // Gives the memory back to the pool; every tensor over the storage throws `message` when it is read from now on. With
 // `poison` the memory is filled with NaN first, for readers that do not ask the storage. Does nothing the second time.
-void releaseStorage(const at::Tensor& gathered, std::string message, bool poison);
+void releaseStorage(const at::Tensor& gathered, std::string message, bool poison, ReleasedSize size = ReleasedSize::Zero);
 
 }  // namespace dc

@@ -196,7 +196,7 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
   }
 }
 
-void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users) {
+void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size) {
   const DSParam& param = member(ds_id);
   check(n_users >= 1, [&] {
     return concat("release_param: n_users is ", n_users, " for ", param.describe(), "; it must be at least 1 (graph ",
@@ -232,20 +232,20 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users) 
     return;
   }
   if (--param_registry_->holders(ds_id) == 0 && !param.isPersistent()) {
-    freeCopies(ds_id, "release_param");
+    freeCopies(ds_id, size);
   }
 }
 
-void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, const char* why) {
+void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   const DSParam& param = param_registry_->getParam(ds_id);
   for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
     if (context_->config.debug) {
       context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
     }
     releaseStorage(copy.tensor,
-                   concat(param.describe(), " is read after its storage was freed by ", why, " (graph ", graph_id_, ", ",
+                   concat(param.describe(), " is read after its storage was freed by release_param (graph ", graph_id_, ", ",
                           place(), "); gather it again, or count this use in n_users"),
-                   context_->config.debug);
+                   context_->config.debug, size);
     context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
   }
   param_registry_->unregisterGatheredParam(ds_id);

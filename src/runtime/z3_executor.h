@@ -43,7 +43,9 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
                            const std::optional<std::vector<at::ScalarType>>& dtypes);
   // Orders the caller after the gather that made `v` (or, where `v` is a dummy, after all gathers of the parameter).
   void waitAllgather(const at::Tensor& v, std::int64_t ds_id);
-  void releaseParam(std::int64_t ds_id, std::int64_t n_users);
+  // Counts one of `n_users` uses; after the last, frees the storage unless the parameter is persistent or another graph
+  // still holds it.
+  void releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
   // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives. An error when
   // the shard has changed since `key` was made.
@@ -68,7 +70,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   std::vector<at::Tensor> launch(const std::vector<Wanted>& wanted, bool loose);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
-  void freeCopies(std::int64_t ds_id, const char* why);
+  void freeCopies(std::int64_t ds_id, ReleasedSize size);
   void publishGradients();
   at::Tensor handOut(const GatheredParam& copy) const;
 
