@@ -41,9 +41,8 @@ at::Tensor unpack(const SavedParameter& saved) {
   at::Tensor parameter;
   {
     const std::lock_guard lock(graph->runtime->context().mutex);
-    auto* executor = dynamic_cast<Z3CustomOpExecutor*>(graph->executor.get());
-    check(executor != nullptr, "a gathered parameter was saved by a graph that gathers nothing");
-    parameter = executor->gatherAgain(saved.key);
+    check(graph->z3 != nullptr, "a gathered parameter was saved by a graph that gathers nothing");
+    parameter = graph->z3->gatherAgain(saved.key);
   }
   return parameter.as_strided(saved.sizes, saved.strides, saved.offset);
 }

@@ -23,11 +23,13 @@ auto typedOp(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// No subclass, no mode, no functionalization: the kernel's own result is what the user gets.
+// A CPU tensor with no subclass, no mode, no functionalization: the kernel can be called as it is, without another trip
+// through the dispatcher.
 bool isPlain(const at::Tensor& tensor) {
   constexpr auto wrapped = c10::DispatchKeySet(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper});
-  return !tensor.key_set().has_any(wrapped) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+  return tensor.device().is_cpu() && !tensor.key_set().has_any(wrapped) &&
+         c10::impl::TorchDispatchModeTLS::stack_len() == 0;
 }
 
 struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
@@ -58,6 +60,9 @@ at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, st
                                   std::optional<at::ScalarType> dtype) {
   if (a.requires_grad() && at::GradMode::is_enabled()) {
     return AllgatherParam::apply(a, graph_id, id, dtype);
+  }
+  if (isPlain(a)) {
+    return allgatherParam(a, graph_id, id, dtype);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t,
@@ -94,7 +99,7 @@ at::Tensor identity(const char* name, const at::Tensor& a, Rest... rest) {
 template <typename... Rest>
 at::Tensor sameTensor(const char* name, at::Tensor (*kernel)(const at::Tensor&, Rest...), const at::Tensor& a,
                       Rest... rest) {
-  if (isPlain(a) && a.device().is_cpu()) {
+  if (isPlain(a)) {
     return kernel(a, rest...);
   }
   return identity(name, a, rest...);
@@ -125,6 +130,9 @@ at::Tensor reloadTensorAutograd(const at::Tensor& a, std::int64_t graph_id, std:
 
 // Its output is empty and carries no gradient.
 at::Tensor reduceGradAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  if (isPlain(a)) {
+    return reduceGrad(a, graph_id, id);
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
   return op.call(a, graph_id, id);

@@ -26,11 +26,10 @@ class Locked {
   CustomOpExecutor& executor() const { return *graph_->executor; }
 
   Z3CustomOpExecutor& z3(const char* op) const {
-    auto* executor = dynamic_cast<Z3CustomOpExecutor*>(graph_->executor.get());
-    check(executor != nullptr, [&] {
+    check(graph_->z3 != nullptr, [&] {
       return concat(op, ": graph ", graph_->id, " was not registered with register_graph_z3; only ZeRO-3 gathers");
     });
-    return *executor;
+    return *graph_->z3;
   }
 
  private:

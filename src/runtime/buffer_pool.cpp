@@ -4,13 +4,6 @@
 #include <utility>
 
 namespace dc {
-namespace {
-
-// A buffer of a larger size may serve if at most this share of it is wasted (an eighth): layers repeat their sizes, so
-// that exact fits are the rule.
-bool fits(std::int64_t size, std::int64_t wanted) { return size - wanted <= wanted / 8; }
-
-}  // namespace
 
 Buffer BufferPool::take(std::int64_t bytes) {
   constexpr std::int64_t kGranule = 64;
@@ -18,9 +11,9 @@ Buffer BufferPool::take(std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
   ++taken_;
   Buffer buffer;
-  if (const auto found = idle_.lower_bound(wanted); found != idle_.end() && fits(found->first, wanted)) {
-    buffer = std::move(found->second);
-    idle_.erase(found);
+  if (const auto found = idle_.find(wanted); found != idle_.end() && !found->second.empty()) {
+    buffer = std::move(found->second.back());
+    found->second.pop_back();
     idle_bytes_ -= buffer.bytes;
     ++reused_;
   } else {
@@ -38,8 +31,7 @@ void BufferPool::give(Buffer buffer) {
   const std::lock_guard lock(mutex_);
   live_ -= buffer.bytes;
   idle_bytes_ += buffer.bytes;
-  const std::int64_t size = buffer.bytes;
-  idle_.emplace(size, std::move(buffer));
+  idle_[buffer.bytes].push_back(std::move(buffer));
 }
 
 void BufferPool::setLimit(std::int64_t bytes) {
@@ -58,8 +50,12 @@ void BufferPool::makeRoom(std::int64_t bytes) {
   const std::int64_t allowed = std::max(limit_, std::max(most_live_, live_ + bytes));
   while (!idle_.empty() && live_ + idle_bytes_ + bytes > allowed) {
     const auto largest = std::prev(idle_.end());
-    idle_bytes_ -= largest->first;
-    idle_.erase(largest);
+    if (largest->second.empty()) {
+      idle_.erase(largest);
+    } else {
+      idle_bytes_ -= largest->first;
+      largest->second.pop_back();
+    }
   }
 }
 

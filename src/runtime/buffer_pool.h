@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 
@@ -25,7 +26,8 @@ class BufferPool {
  public:
   explicit BufferPool(c10::Allocator* allocator) : allocator_(allocator) {}
 
-  // At least `bytes` bytes. The caller orders its use after `free_after`.
+  // At least `bytes` bytes. The caller orders its use after `free_after`. Only buffers of the same size are used again:
+  // layers repeat their sizes.
   Buffer take(std::int64_t bytes);
   void give(Buffer buffer);
 
@@ -46,7 +48,7 @@ class BufferPool {
 
   c10::Allocator* const allocator_;
   mutable std::mutex mutex_;
-  std::multimap<std::int64_t, Buffer> idle_;  // by size
+  std::map<std::int64_t, std::vector<Buffer>> idle_;  // by size
   std::int64_t live_ = 0;
   std::int64_t idle_bytes_ = 0;
   std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold

@@ -12,11 +12,13 @@
 namespace dc {
 
 class Runtime;
+class Z3CustomOpExecutor;
 
 struct Graph {
   std::int64_t id;
   Runtime* runtime;  // removes its graphs from the table before it goes
   std::shared_ptr<CustomOpExecutor> executor;
+  Z3CustomOpExecutor* z3;  // the executor, where it is of that stage; else null
   std::shared_ptr<TensorOffload> offload;
 };
 

@@ -51,11 +51,13 @@ DSParam::Offload& DSParam::offloadState() const {
   return *offload_;
 }
 
-at::Tensor DSParam::getDSTensor() const {
+const at::Tensor& DSParam::getDSTensor() const {
   if (offload_ != nullptr) {
     bringBack();
-    offload_->reloaded.wait(deadlineAfter(Seconds(offload_->timeout)));
-    offload_->reloaded = Event();
+    if (!offload_->reloaded.trivial()) {
+      offload_->reloaded.wait(deadlineAfter(Seconds(offload_->timeout)));
+      offload_->reloaded = Event();
+    }
   }
   return ds_tensor_;
 }
@@ -65,7 +67,7 @@ void DSParam::offload() {
   if (state.away) {
     return;
   }
-  const at::Tensor shard = getDSTensor();
+  const at::Tensor& shard = getDSTensor();
   c10::StorageImpl& storage = *shard.storage().unsafeGetStorageImpl();
   check(static_cast<std::size_t>(shard.nbytes()) == storage.nbytes(), [&] {
     return concat(describe(), " cannot be offloaded: its shard of ", shard.nbytes(), " bytes is a view into a storage of ",

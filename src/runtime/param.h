@@ -26,7 +26,7 @@ class DSParam {
   const std::vector<std::int64_t>& getShape() const { return shape_; }
   at::ScalarType getDtype() const { return dtype_; }
   // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
-  at::Tensor getDSTensor() const;
+  const at::Tensor& getDSTensor() const;
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
   bool isPartitioned() const { return partitioned_; }
   std::int64_t getOffset() const { return offset_; }

@@ -33,7 +33,7 @@ DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) {
   return const_cast<Entry&>(std::as_const(*this).entry(ds_id));
 }
 
-void DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor) {
+GatheredParam& DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor) {
   Entry& e = entry(ds_id);
   const at::ScalarType dtype = ds_tensor.scalar_type();
   const std::uint32_t version = e.param.isOffloaded() ? 0 : versionOf(e.param.getDSTensor());
@@ -42,9 +42,9 @@ void DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Tensor ds_te
                                  [&](const GatheredParam& g) { return g.tensor.scalar_type() == dtype; });
   if (same != e.gathered.end()) {
     *same = std::move(copy);
-  } else {
-    e.gathered.push_back(std::move(copy));
+    return *same;
   }
+  return e.gathered.emplace_back(std::move(copy));
 }
 
 void DSParamRegistry::unregisterGatheredParam(std::int64_t ds_id) { entry(ds_id).gathered.clear(); }

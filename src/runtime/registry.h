@@ -37,7 +37,7 @@ class DSParamRegistry {
   void reload(std::int64_t ds_id) { entry(ds_id).param.reload(); }
 
   // Gathered copies, at most one per dtype. A new copy replaces the one of the same dtype.
-  void registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor);
+  GatheredParam& registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor);
   void unregisterGatheredParam(std::int64_t ds_id);
   bool hasGatheredParam(std::int64_t ds_id) const { return !entry(ds_id).gathered.empty(); }
   const at::Tensor& getGatheredParam(std::int64_t ds_id) const;

@@ -42,7 +42,9 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       pool_(std::make_shared<BufferPool>(c10::GetCPUAllocator())),
       reduce_buckets_(
           std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size, context_->config.double_buffer)),
-      mode_(chooseCpuStreamMode(Environment::read().cpu_stream, local_ranks, at::get_num_threads(), usableCores())),
+      mode_(context_->size == 1 ? CpuStreamMode::Inline
+                                : chooseCpuStreamMode(Environment::read().cpu_stream, local_ranks,
+                                                      at::get_num_threads(), usableCores())),
       gather_stream_(makeCpuStream(mode_, "gather")),
       reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeCpuStream(mode_, "reduce")),
       copy_stream_(makeCpuStream(CpuStreamMode::Inline, "copy")),
@@ -178,7 +180,8 @@ void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecu
 void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
   checkOpen();
   GraphTable::global().add(std::make_shared<const Graph>(
-      Graph{graph_id, this, executor, std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
+      Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
+            std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
   executors_.emplace(graph_id, std::move(executor));
   agreed_ = false;
 }

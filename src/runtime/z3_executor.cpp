@@ -61,76 +61,86 @@ at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
   return out;
 }
 
-std::vector<at::Tensor> Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted, bool loose) {
-  std::vector<at::Tensor> tensors;
-  std::vector<GatherPart> parts;  // shards as they are; cast on the gather stream, just before they travel
-  std::vector<std::int64_t> ids;
-  for (const auto& [id, dtype] : wanted) {
-    const DSParam& param = param_registry_->getParam(id);
-    const at::Tensor shard = param.getDSTensor();
-    const GatherKey key{graph_id_, id, dtype, DSParamRegistry::versionOf(shard)};
-    const std::int64_t padded = param.getPaddedNumel();
-    if (!loose) {
-      // What is there is out of date: its memory first, so that the new copy may use it.
-      if (GatheredParam* old = param_registry_->findGathered(id, dtype); old != nullptr) {
-        releaseStorage(old->tensor, concat(param.describe(), " was gathered again after its shard had changed"), false);
-      }
-    }
-    Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(dtype)));
+Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
+  const DSParam& param = param_registry_->getParam(wanted.id);
+  const at::Tensor& shard = param.getDSTensor();
+  const std::int64_t padded = param.getPaddedNumel();
+  Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
+  if (!buffer.free_after.trivial()) {
     gather_.stream->wait(buffer.free_after, context_->deadline());
-    parts.push_back({shard.dim() == 1 ? shard : shard.view({-1}), rawTensor(buffer.memory.get(), {padded}, dtype, shard.device())});
-    ids.push_back(id);
-    tensors.push_back(makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device()));
   }
+  GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
+                  rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
+  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard)};
+  return {std::move(part), makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device())};
+}
 
+Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched) {
+  auto& stats = context_->stats;
+  stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  if (wanted.size() > 1) {
+    stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  }
+  if (gather_.comm->size() == 1) {
+    // Nobody to wait for: a copy in the caller's own order.
+    for (const Launched& one : launched) {
+      one.part.full.copy_(one.part.shard);
+    }
+    return Event();
+  }
   if (context_->config.sync_before_allgather) {
     gather_.stream->synchronize(context_->deadline());
   }
-  const bool alone = gather_.comm->size() == 1;
-  auto what = [ids, label = param_registry_->getParam(ids[0]).label(), graph = graph_id_, context = context_] {
+  std::vector<std::int64_t> ids;
+  std::vector<GatherPart> parts;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    ids.push_back(wanted[i].id);
+    parts.push_back(launched[i].part);
+  }
+  std::string signature =
+      context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
+  auto what = [ids = std::move(ids), label = param_registry_->getParam(wanted[0].id).label(), graph = graph_id_,
+               context = context_] {
     return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ", graph,
                   ") on ", context->place);
   };
-  std::string signature =
-      context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
   runDetached(*gather_.stream, std::move(what),
-              [comm = gather_.comm, parts = std::move(parts), alone, signature = std::move(signature)] {
-                if (alone) {
-                  for (const GatherPart& part : parts) {
-                    part.full.copy_(part.shard);
-                  }
-                  return;
-                }
-                std::vector<GatherPart> cast;
+              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature)] {
+                std::vector<GatherPart> cast;  // before it travels, so that fewer bytes do
                 for (const GatherPart& part : parts) {
                   cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
                 }
                 agreeOnCollective(*comm, signature);
                 comm->allGather(cast);
               });
-  const Event ready = gather_.stream->record();
+  Event ready = gather_.stream->record();
+  for (const Launched& one : launched) {
+    setFreeAfter(one.tensor, ready);
+  }
   if (context_->config.sync_after_allgather) {
     context_->await(ready);
   }
+  return ready;
+}
 
-  auto& stats = context_->stats;
-  stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
-  if (wanted.size() > 1) {
-    stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
-  }
-  for (std::size_t i = 0; i < wanted.size(); ++i) {
-    setFreeAfter(tensors[i], ready);
-    if (!loose) {
-      param_registry_->registerGatheredParam(wanted[i].id, tensors[i]);
-      GatheredParam* copy = param_registry_->findGathered(wanted[i].id, wanted[i].dtype);
-      copy->ready = ready;
-      copy->waited = context_->config.sync_after_allgather;
+void Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted) {
+  std::vector<Launched> launched;
+  launched.reserve(wanted.size());
+  for (const Wanted& one : wanted) {
+    // What is there is out of date: its memory first, so that the new copy may use it.
+    if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr) {
+      releaseStorage(old->tensor,
+                     concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
+                     false);
     }
+    launched.push_back(prepare(one));
   }
-  if (loose) {
-    context_->await(ready);
+  const Event ready = start(wanted, launched);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
+    copy.ready = ready;
+    copy.waited = context_->config.sync_after_allgather;
   }
-  return tensors;
 }
 
 at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype) {
@@ -140,7 +150,7 @@ at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<
   if (hasCurrentCopy(wanted)) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
   } else {
-    launch({wanted}, /*loose=*/false);
+    launch({wanted});
   }
   hold(ds_id);
   if (context_->config.debug) {
@@ -167,7 +177,7 @@ void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds
     }
   }
   if (!wanted.empty()) {
-    launch(wanted, /*loose=*/false);
+    launch(wanted);
   }
   for (const std::int64_t id : ds_ids) {
     hold(id);
@@ -237,15 +247,17 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
 }
 
 void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
-  const DSParam& param = param_registry_->getParam(ds_id);
+  std::string& message = release_messages_[ds_id];
+  if (message.empty()) {
+    message = concat(param_registry_->getParam(ds_id).describe(),
+                     " is read after its storage was freed by release_param (graph ", graph_id_, ", ", place(),
+                     "); gather it again, or count this use in n_users");
+  }
   for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
     if (context_->config.debug) {
       context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
     }
-    releaseStorage(copy.tensor,
-                   concat(param.describe(), " is read after its storage was freed by release_param (graph ", graph_id_, ", ",
-                          place(), "); gather it again, or count this use in n_users"),
-                   context_->config.debug, size);
+    releaseStorage(copy.tensor, message, context_->config.debug, size);
     context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
   }
   param_registry_->unregisterGatheredParam(ds_id);
@@ -268,7 +280,9 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
     return aliasOf(copy.tensor);
   }
   context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
-  return launch({wanted}, /*loose=*/true)[0];
+  const Launched launched = prepare(wanted);
+  context_->await(start({wanted}, {launched}));
+  return launched.tensor;
 }
 
 at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
@@ -311,7 +325,7 @@ void Z3CustomOpExecutor::publishGradients() {
     if (!param.trainable() || withoutGradient().count(id) > 0 || (comm_->size() == 1 && reduced_.count(id) == 0)) {
       continue;
     }
-    const at::Tensor shard = param.getDSTensor();
+    const at::Tensor& shard = param.getDSTensor();
     if (!shard.requires_grad() || !shard.is_leaf()) {
       continue;
     }

@@ -66,8 +66,16 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
     std::int64_t n_users = 0;
     std::int64_t left = 0;
   };
-  // Starts the gathers and returns the tensors, registered as valid copies or (loose) owned by their holders alone.
-  std::vector<at::Tensor> launch(const std::vector<Wanted>& wanted, bool loose);
+  // A gather that has been given its memory.
+  struct Launched {
+    GatherPart part;    // the shard as it is, and the memory as a flat tensor
+    at::Tensor tensor;  // the same memory as the parameter
+  };
+  Launched prepare(const Wanted& wanted);
+  // Starts the gathers and returns the event after which they are complete.
+  Event start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched);
+  // Gathers and registers the copies.
+  void launch(const std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
   void freeCopies(std::int64_t ds_id, ReleasedSize size);
@@ -81,6 +89,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet
   std::unordered_set<std::int64_t> reduced_;        // parameters with a reduction in this backward
   std::unordered_set<std::int64_t> reloading_;
+  std::unordered_map<std::int64_t, std::string> release_messages_;  // made once: a release must be cheap
 };
 
 }  // namespace dc
