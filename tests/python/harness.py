@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch._inductor", "numpy"])
+_context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"])
 
 
 class RankFailed(AssertionError):
