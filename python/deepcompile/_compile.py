@@ -118,6 +118,18 @@ def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
         setattr(partitioners, name, also(getattr(partitioners, name), tag))
 
 
+def _keep_program_order(post_grad: ModuleType) -> None:
+    """In graphs without a backward Inductor moves nodes next to their users, past a release that has none."""
+    reorder = post_grad.reorder_for_locality
+
+    @functools.wraps(reorder)
+    def reorder_unless_effects(graph: torch.fx.Graph) -> None:
+        if not any(node.target in EFFECTS for node in graph.nodes):
+            reorder(graph)
+
+    post_grad.reorder_for_locality = reorder_unless_effects
+
+
 def _register_lowerings(lowering: ModuleType) -> None:
     for op in ORDERED:
         lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
@@ -126,4 +138,5 @@ def _register_lowerings(lowering: ModuleType) -> None:
 for _op in EFFECTS:
     has_side_effect(_op)
 after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
+after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
 after_import("torch._inductor.lowering", _register_lowerings)

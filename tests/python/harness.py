@@ -64,6 +64,7 @@ def run_ranks(
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:
     """The values that ``function(rank, world, *arguments)`` returned, by rank. None for a rank in ``may_die`` that died."""
+    __tracebackhide__ = True
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(world):
@@ -88,6 +89,7 @@ def run_ranks(
 
 
 def _collect(world: int, pipes: list[Any], deadline: float, timeout: float, may_die: tuple[int, ...]) -> list[Any]:
+    __tracebackhide__ = True
     values: list[Any] = [None] * world
     failures: list[str] = []
     waiting = dict(zip(pipes, range(world), strict=True))
