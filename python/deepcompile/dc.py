@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile import _channels, _saved_tensors
+from deepcompile import _channels, _compile_cache, _saved_tensors
 from deepcompile._load import _C
 from deepcompile.runtime_config import make_config
 
@@ -47,6 +47,7 @@ class Runtime:
             group, native_config, initial_reduce_bucket_size, gather, reduce, _channels.ranks_on_this_host(group)
         )
         self._hooks = _saved_tensors.SavedTensorHooks()
+        self._shapes = _compile_cache.RegisteredShapes()
         _open_runtimes.add(self)
 
     def register_param(
@@ -84,6 +85,7 @@ class Runtime:
         self._native.register_z3_param(
             ds_id, list(ds_shape), ds_tensor, grad_buffer, persistent, name=name, reduce_dtype=reduce_dtype
         )
+        self._shapes.add(ds_id, tuple(ds_shape), ds_tensor.dtype)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         self._native.register_graph_z1(graph_id, list(ds_ids))
@@ -94,6 +96,7 @@ class Runtime:
     def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order."""
         self._native.register_graph_z3(graph_id, list(ds_ids))
+        self._shapes.publish()
 
     def set_persistent(self, ds_id: int) -> None:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
@@ -139,6 +142,7 @@ class Runtime:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         self._hooks.leave()
         self._native.close()
+        self._shapes.withdraw()
         _open_runtimes.discard(self)
 
 

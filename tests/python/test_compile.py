@@ -183,6 +183,22 @@ def test_in_generated_code_a_release_comes_after_every_reader_and_collectives_ke
     assert max(readers) < release_at
 
 
+def compiles_with_shape(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    shards, _ = start(rank, world, shape=shape)
+
+    @torch.compile(fullgraph=True)
+    def double(shard: torch.Tensor) -> torch.Tensor:
+        return ops.wait_allgather(ops.allgather_param(shard, GRAPH, 0), GRAPH, 0) * 2
+
+    assert torch.equal(double(shards[0]), 2 * whole_parameter(0, shape))
+
+
+def test_kernels_cached_on_disk_for_one_shape_are_not_used_for_another(tmp_path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for shape in ((5, 3), (3, 5), (15,)):  # the same shard, the same graph text
+        run_ranks(1, compiles_with_shape, shape, environment=cache)
+
+
 def counts_compilations(rank: int, world: int) -> int:
     shards, _ = start(rank, world, requires_grad=True)
     counter = CompileCounterWithBackend("aot_eager")
