@@ -38,7 +38,9 @@ class Report:
         self.misses: list[str] = []  # bars that were not reached
         self.missing_peers: list[str] = []
 
-    def add(self, case: str, value: float, unit: str, peer: str, peer_value: float | None, ratio: float | None = None) -> None:
+    def add(
+        self, case: str, value: float, unit: str, peer: str, peer_value: float | None, ratio: float | None = None
+    ) -> None:
         """By default lower is better, so the ratio is the peer's value over ours."""
         if ratio is None and peer_value is not None:
             ratio = peer_value / value

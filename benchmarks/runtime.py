@@ -79,7 +79,15 @@ def measure_operators(report: Report, rounds: int) -> None:
         for index in range(COUNT):
             functional.wait_tensor(functional.reduce_scatter_tensor(gradients[index], "sum", 0, group))
 
-    functions = (gather_ours, prefetch_ours, gather_copy, gather_functional, reduce_ours, reduce_copy, reduce_functional)
+    functions = (
+        gather_ours,
+        prefetch_ours,
+        gather_copy,
+        gather_functional,
+        reduce_ours,
+        reduce_copy,
+        reduce_functional,
+    )
     medians = interleaved({function.__name__: function for function in functions}, rounds)
     per_parameter = {name: seconds / COUNT * 1e6 for name, seconds in medians.items()}
     for ours, peers, case in (
@@ -88,7 +96,13 @@ def measure_operators(report: Report, rounds: int) -> None:
         ("reduce_ours", ("reduce_copy", "reduce_functional"), "reduce"),
     ):
         for peer in peers:
-            name = "empty + copy_" if peer == "gather_copy" else "copy_" if peer == "reduce_copy" else "functional collective"
+            name = (
+                "empty + copy_"
+                if peer == "gather_copy"
+                else "copy_"
+                if peer == "reduce_copy"
+                else "functional collective"
+            )
             report.add(case, per_parameter[ours], "us/parameter", name, per_parameter[peer])
         above = per_parameter[ours] - per_parameter[peers[0]]
         report.add(f"{case}: above the copy", above, "us/parameter", "allowed", ALLOWED_ABOVE_COPY)

@@ -9,6 +9,7 @@ the backward; gradients are averaged into the shards. The same model trained in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -27,7 +28,7 @@ SIZES = (64, 256, 256, 32)
 
 def make_weights() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, m, generator=generator) / m**0.5 for m, n in zip(SIZES, SIZES[1:], strict=False)]
+    return [torch.randn(n, m, generator=generator) / m**0.5 for m, n in itertools.pairwise(SIZES)]
 
 
 def make_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,8 @@
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 class Config:
     symmetric_memory: bool
@@ -20,8 +23,8 @@ class Runtime:
         process_group: dist.ProcessGroup,
         config: Config,
         initial_reduce_bucket_size: int,
-        gather: dist.Backend,
-        reduce: dist.Backend,
+        gather: Backend,
+        reduce: Backend,
         local_ranks: int,
     ) -> None: ...
     def register_param(
@@ -59,7 +62,7 @@ class Runtime:
     def invalidate_gathered_param(self, ds_id: int) -> None: ...
     def clear_all_gathered_params(self) -> None: ...
     def close(self) -> None: ...
-    def stats(self) -> dict[str, object]: ...
+    def stats(self) -> dict[str, Any]: ...
 
 class SavedParameter: ...
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc
 from deepcompile import _compile as _compile  # teaches torch.compile about the operators
+from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc
 from deepcompile import dc
 from deepcompile._version import __version__
 

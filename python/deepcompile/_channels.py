@@ -12,6 +12,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore
 
 #: How often channels were opened on a group, by its name: part of the prefix, so that a second runtime on the same group
 #: meets fresh keys. The same on all ranks, because opening is a collective.
@@ -28,7 +29,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[dist.Backend, dist.Backend]:
+def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[Backend, Backend]:
     """The backends for gathers and for reductions; the same object where the group's own must serve both."""
     name = group.group_name
     generation = _generations[name]
@@ -38,8 +39,8 @@ def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[dist.Backen
         return own, own
     limit = datetime.timedelta(seconds=timeout)
 
-    def open_one(purpose: str) -> dist.Backend:
-        store = dist.PrefixStore(f"deepcompile/{name}/{generation}/{purpose}", group.get_group_store())
+    def open_one(purpose: str) -> Backend:
+        store = PrefixStore(f"deepcompile/{name}/{generation}/{purpose}", group.get_group_store())
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=limit)
 
     return open_one("gather"), open_one("reduce")

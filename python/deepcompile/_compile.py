@@ -1,9 +1,10 @@
 """Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler.
 
 Four things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
-they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a release that takes a dummy tensor depends on no data: it could run before the kernels
-that read the parameter. And Inductor would use the memory of a gathered parameter, once it is done with it, for results of
-its own, though the runtime may hand the same memory to the next reader.
+they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a
+release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. And Inductor
+would use the memory of a gathered parameter, once it is done with it, for results of its own, though the runtime may hand
+the same memory to the next reader.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
+from deepcompile import _load as _load  # registers torch.ops.dc
 from deepcompile._after_import import after_import
 
 _ops = torch.ops.dc
@@ -53,7 +55,7 @@ class _GraphOrder:
 
     def __init__(self) -> None:
         self.last_buffer: str | None = None  # of the operator before this one
-        self.parameter_buffers: dict[tuple[int, int], set[str]] = {}  # (graph_id, id) -> buffers over its memory
+        self.parameter_buffers: dict[tuple[Any, Any], set[str]] = {}  # (graph_id, id) -> buffers over its memory
         self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
         self._seen_operations = 0
 
@@ -81,14 +83,14 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     graph = V.graph
     order = _orders.setdefault(graph, _GraphOrder())
     bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    key = (bound.get("graph_id"), bound.get("id"))
+    key: tuple[Any, Any] = (bound.get("graph_id"), bound.get("id"))
 
     after = [] if order.last_buffer is None else [order.last_buffer]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
 
     first_new = len(graph.operations)
-    result = fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+    result = fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
     for operation in graph.operations[first_new:]:
         outputs = {output.get_name() for output in operation.get_outputs()}
         for buffer in after:
@@ -127,7 +129,7 @@ def _keep_program_order(post_grad: ModuleType) -> None:
         if not any(node.target in EFFECTS for node in graph.nodes):
             reorder(graph)
 
-    post_grad.reorder_for_locality = reorder_unless_effects
+    vars(post_grad)["reorder_for_locality"] = reorder_unless_effects
 
 
 def _register_lowerings(lowering: ModuleType) -> None:

@@ -38,9 +38,13 @@ class Runtime:
     ) -> None:
         native_config = make_config(config)
         if isinstance(initial_reduce_bucket_size, bool) or not isinstance(initial_reduce_bucket_size, int):
-            raise TypeError(f"initial_reduce_bucket_size must be a number of elements, not {initial_reduce_bucket_size!r}")
+            raise TypeError(
+                f"initial_reduce_bucket_size must be a number of elements, not {initial_reduce_bucket_size!r}"
+            )
         if initial_reduce_bucket_size < 1:
-            raise ValueError(f"initial_reduce_bucket_size is {initial_reduce_bucket_size} elements; it must be at least 1")
+            raise ValueError(
+                f"initial_reduce_bucket_size is {initial_reduce_bucket_size} elements; it must be at least 1"
+            )
         group = _channels.resolve_group(process_group)
         gather, reduce = _channels.open_channels(group, native_config.timeout)
         self._native = _C.Runtime(

@@ -70,5 +70,7 @@ def make_config(config: Mapping[str, Any] | object | None) -> _C.Config:
     if native.timeout <= 0:
         raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0")
     if native.free_activation_threshold < 0:
-        raise ValueError(f"config key 'free_activation_threshold' is {native.free_activation_threshold}; it counts elements")
+        raise ValueError(
+            f"config key 'free_activation_threshold' is {native.free_activation_threshold}; it counts elements"
+        )
     return native

@@ -16,8 +16,7 @@ void readChoice(const char* variable, std::string& value, const std::vector<std:
     return;
   }
   check(std::find(choices.begin(), choices.end(), text) != choices.end(), [&] {
-    return concat("environment variable ", variable, "='", text, "': expected one of ",
-                  join_as_str(choices, ", "));
+    return concat("environment variable ", variable, "='", text, "': expected one of ", join_as_str(choices, ", "));
   });
   value = text;
 }

@@ -1,4 +1,6 @@
 // The runtime and its default instance.
+#include "deepcompile/runtime/runtime.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -7,7 +9,6 @@
 
 #include "deepcompile/bindings/bindings.h"
 #include "deepcompile/comm/c10d_communicator.h"
-#include "deepcompile/runtime/runtime.h"
 
 namespace dc {
 namespace {
@@ -24,17 +25,17 @@ std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config
   Channels channels;
   channels.gather = makeC10dCommunicator(gather, context->traffic);
   channels.reduce = gather == reduce ? channels.gather : makeC10dCommunicator(reduce, context->traffic);
-  // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured: so
-  // the runtime is destroyed without it, wherever the last reference goes.
-  return std::shared_ptr<Runtime>(
-      new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks), [](Runtime* runtime) {
-        if (PyGILState_Check() != 0) {
-          const py::gil_scoped_release no_gil;
-          delete runtime;
-        } else {
-          delete runtime;
-        }
-      });
+  // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
+  // so the runtime is destroyed without it, wherever the last reference goes.
+  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks),
+                                  [](Runtime* runtime) {
+                                    if (PyGILState_Check() != 0) {
+                                      const py::gil_scoped_release no_gil;
+                                      delete runtime;
+                                    } else {
+                                      delete runtime;
+                                    }
+                                  });
 }
 
 ParamOptions paramOptions(const std::string& name, const std::optional<at::ScalarType>& reduce_dtype) {
@@ -121,8 +122,8 @@ void bindRuntime(py::module_& module) {
           [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
              std::optional<at::Tensor> grad_buffer, bool persistent, const std::string& name,
              std::optional<at::ScalarType> reduce_dtype) {
-            runtime.registerZ3Param(ds_id, ds_shape, std::move(ds_tensor), grad_buffer.value_or(at::Tensor()), persistent,
-                                    paramOptions(name, reduce_dtype));
+            runtime.registerZ3Param(ds_id, ds_shape, std::move(ds_tensor), grad_buffer.value_or(at::Tensor()),
+                                    persistent, paramOptions(name, reduce_dtype));
           },
           py::arg("ds_id"), py::arg("ds_shape"), py::arg("ds_tensor"), py::arg("grad_buffer"),
           py::arg("persistent") = false, py::kw_only(), py::arg("name") = "", py::arg("reduce_dtype") = py::none(),

@@ -57,8 +57,8 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
-  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size. (Gloo's
-  // own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.)
+  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size.
+  // (Gloo's own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.)
   void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) override {
     std::vector<std::int64_t> to_rank(size(), 0);
     for (const ReducePart& part : parts) {

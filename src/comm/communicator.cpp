@@ -18,8 +18,8 @@ void Communicator::allGather(std::span<const GatherPart> parts) {
   std::int64_t sent = 0;
   for (const GatherPart& part : parts) {
     check(part.full.numel() == part.shard.numel() * size_ && part.full.dtype() == part.shard.dtype(), [&] {
-      return concat("all-gather: ", part.full.numel(), " elements of ", part.full.dtype().name(), " cannot hold ", size_,
-                    " shards of ", part.shard.numel(), " elements of ", part.shard.dtype().name());
+      return concat("all-gather: ", part.full.numel(), " elements of ", part.full.dtype().name(), " cannot hold ",
+                    size_, " shards of ", part.shard.numel(), " elements of ", part.shard.dtype().name());
     });
     sent += static_cast<std::int64_t>(part.shard.nbytes()) * (size_ - 1);
   }

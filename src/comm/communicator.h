@@ -32,10 +32,10 @@ struct Slice {
   std::int64_t size() const { return end - begin; }
 };
 
-// One tensor of a grouped reduction to owners. Rank r owns the elements owners[r] of `send`; what this rank owns arrives in
-// `receive`. Slices may be uneven, empty and in any order. Flat and contiguous; `receive` may not overlap `send`. The sum
-// is taken in rank order, in fp32 for 16-bit types and rounded once, so the result does not depend on how
-// tensors are grouped and is the same bits everywhere.
+// One tensor of a grouped reduction to owners. Rank r owns the elements owners[r] of `send`; what this rank owns
+// arrives in `receive`. Slices may be uneven, empty and in any order. Flat and contiguous; `receive` may not overlap
+// `send`. The sum is taken in rank order, in fp32 for 16-bit types and rounded once, so the result does not depend on
+// how tensors are grouped and is the same bits everywhere.
 struct ReducePart {
   at::Tensor send;
   std::vector<Slice> owners;

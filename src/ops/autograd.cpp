@@ -1,7 +1,7 @@
 // How gradients pass the operators that stand in a forward.
 //
-// A gather's gradient is reduced, not returned: the shard's own gradient appears when the backward ends, so that reductions
-// can be bucketed and overlapped (docs/runtime.md, "Gradients"). The waits and the release are identities.
+// A gather's gradient is reduced, not returned: the shard's own gradient appears when the backward ends, so that
+// reductions can be bucketed and overlapped (docs/runtime.md, "Gradients"). The waits and the release are identities.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -38,8 +38,9 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
     context->saved_data["graph_id"] = graph_id;
     context->saved_data["id"] = id;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t,
-                                              std::optional<at::ScalarType>)>("dc::allgather_param");
+    static const auto op =
+        typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t, std::optional<at::ScalarType>)>(
+            "dc::allgather_param");
     return op.call(a, graph_id, id, dtype);
   }
 
@@ -65,8 +66,9 @@ at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, st
     return allgatherParam(a, graph_id, id, dtype);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t,
-                                            std::optional<at::ScalarType>)>("dc::allgather_param");
+  static const auto op =
+      typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t, std::optional<at::ScalarType>)>(
+          "dc::allgather_param");
   return op.call(a, graph_id, id, dtype);
 }
 
@@ -144,7 +146,8 @@ void endWithAutograd(std::int64_t graph_id) {
   if (torch::autograd::get_current_graph_task_id() < 0) {
     return;
   }
-  // One callback per gradient would do no harm (ending twice is ending once) but cost; one per graph and backward is enough.
+  // One callback per gradient would do no harm (ending twice is ending once) but cost; one per graph and backward is
+  // enough.
   thread_local std::int64_t last_graph = -1;
   thread_local int last_task = -1;
   const int task = torch::autograd::get_current_graph_task_id();

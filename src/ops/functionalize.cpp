@@ -1,5 +1,5 @@
-// Functionalization refuses operators whose output aliases an input, unless they say themselves what to do. Ours hand on
-// the value they order: in the functional graph each is a node whose output stands for its input from there on.
+// Functionalization refuses operators whose output aliases an input, unless they say themselves what to do. Ours hand
+// on the value they order: in the functional graph each is a node whose output stands for its input from there on.
 #include <ATen/FunctionalTensorWrapper.h>
 #include <torch/library.h>
 

@@ -1,5 +1,5 @@
-// The operators on tensors of any device: find the graph, take its lock, call its executor. Those that hand on their input
-// return nothing here; whoever registers them returns it.
+// The operators on tensors of any device: find the graph, take its lock, call its executor. Those that hand on their
+// input return nothing here; whoever registers them returns it.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace dc::ops {
 
-at::Tensor allgatherParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::optional<at::ScalarType> dtype);
+at::Tensor allgatherParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
+                          std::optional<at::ScalarType> dtype);
 void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntArrayRef ids,
                          const std::optional<std::vector<at::ScalarType>>& dtypes);
 void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);

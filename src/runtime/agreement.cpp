@@ -129,8 +129,8 @@ void learnOwners(Communicator& comm, DSParamRegistry& registry, const std::vecto
       for (std::size_t r = 0; r < owners.size(); ++r) {
         out << "\n  rank " << r << " owns [" << owners[r].begin << ", " << owners[r].end << ")";
       }
-      return concat("the ranks' slices of the gradient of ", param.describe(),
-                    " must be disjoint and cover its ", param.numel(), " elements:", out.str());
+      return concat("the ranks' slices of the gradient of ", param.describe(), " must be disjoint and cover its ",
+                    param.numel(), " elements:", out.str());
     });
     param.setOwners(std::move(owners));
     param.setTrainable(!frozen);

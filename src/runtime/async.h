@@ -21,7 +21,8 @@ void runDetached(Stream& stream, What what, Work work) {
       work();
     } catch (const std::exception& error) {
       fail(what(), " failed: ", error.what(),
-           "\nCheck that every rank is alive and runs the same collectives; `timeout` bounds the wait and `debug` names ",
+           "\nCheck that every rank is alive and runs the same collectives; `timeout` bounds the wait and `debug` "
+           "names ",
            "the ranks that differ");
     }
   });

@@ -1,7 +1,7 @@
 // Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
 //
-// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
-// allocator for more it gives back what lies idle. The limit starts at an amount that no one misses.
+// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks
+// the allocator for more it gives back what lies idle. The limit starts at an amount that no one misses.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +37,10 @@ class BufferPool {
   // Gives all idle memory back to the allocator.
   void trim();
 
-  std::int64_t live() const;   // bytes in use
-  std::int64_t peak() const;   // most bytes in use at once since the last resetPeak()
-  std::int64_t idle() const;   // bytes kept for later
-  std::int64_t taken() const;  // how often memory was asked for
+  std::int64_t live() const;    // bytes in use
+  std::int64_t peak() const;    // most bytes in use at once since the last resetPeak()
+  std::int64_t idle() const;    // bytes kept for later
+  std::int64_t taken() const;   // how often memory was asked for
   std::int64_t reused() const;  // of these, served without the allocator
   void resetCounts();
 

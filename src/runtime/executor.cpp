@@ -75,8 +75,8 @@ void CustomOpExecutor::openBackward() {
 
 void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& grad) const {
   check(param.trainable(), [&] {
-    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer) (", place(),
-                  ")");
+    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer) (",
+                  place(), ")");
   });
   check(grad.numel() == param.numel(), [&] {
     return concat("reduce_grad: ", param.describe(), " got a gradient of shape [", join_as_str(grad.sizes(), ", "),
@@ -146,7 +146,8 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
   return add;
 }
 
-// The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its contents.
+// The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its
+// contents.
 void CustomOpExecutor::stage(const ArrivedGradient& arrived) {
   const DSParam& param = param_registry_->getParam(arrived.id);
   const at::Tensor grad = withLocal(param, arrived.grad);
@@ -185,15 +186,16 @@ void CustomOpExecutor::stage(const ArrivedGradient& arrived) {
   bucket->reserve(size);
   user = this;
   const at::Tensor slice = bucket->allocate(size);
-  runDetached(*copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
-              [slice, grad, numel = param.numel()] {
-                if (!grad.defined()) {
-                  slice.zero_();
-                  return;
-                }
-                slice.narrow(0, 0, numel).copy_(grad.reshape({-1}));
-                slice.narrow(0, numel, slice.numel() - numel).zero_();
-              });
+  runDetached(
+      *copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
+      [slice, grad, numel = param.numel()] {
+        if (!grad.defined()) {
+          slice.zero_();
+          return;
+        }
+        slice.narrow(0, 0, numel).copy_(grad.reshape({-1}));
+        slice.narrow(0, numel, slice.numel() - numel).zero_();
+      });
   ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
   if (copy_stream_->record().passed()) {
     task.dropGradient();
@@ -209,10 +211,9 @@ void CustomOpExecutor::applyPreDivision(at::ScalarType scalar_type) {
     return;
   }
   const auto bucket = reduce_buckets_->getBuffer(scalar_type);
-  runDetached(*rs_stream_, [] { return "dividing a reduce bucket"; },
-              [filled = bucket->getBuffer().narrow(0, 0, bucket->getOffset()), ranks = comm_->size()] {
-                filled.div_(ranks);
-              });
+  runDetached(
+      *rs_stream_, [] { return "dividing a reduce bucket"; },
+      [filled = bucket->getBuffer().narrow(0, 0, bucket->getOffset()), ranks = comm_->size()] { filled.div_(ranks); });
 }
 
 void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
@@ -221,7 +222,8 @@ void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
   context_->stats.buckets_flushed.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in docs/runtime.md.
+// Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in
+// docs/runtime.md.
 void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   auto& tasks = reduce_tasks_[scalar_type];
   if (tasks.empty()) {
@@ -273,19 +275,21 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
 
   const std::string what = concat("reducing the gradients of ", ids.size(), " parameters (ids ",
                                   join_as_str(ids, ", ", 100), ", ", scalar_type, ") on ", place());
-  runDetached(*rs_stream_, [what] { return what; },
-              [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(),
-               signature = context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
-                agreeOnCollective(*comm, signature);
-                comm->reduceScatter(parts, op);
-                for (const Accumulation& a : accumulations) {
-                  if (a.add) {
-                    a.buffer.add_(a.received);
-                  } else {
-                    a.buffer.copy_(a.received);
-                  }
-                }
-              });
+  runDetached(
+      *rs_stream_, [what] { return what; },
+      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(),
+       signature =
+           context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
+        agreeOnCollective(*comm, signature);
+        comm->reduceScatter(parts, op);
+        for (const Accumulation& a : accumulations) {
+          if (a.add) {
+            a.buffer.add_(a.received);
+          } else {
+            a.buffer.copy_(a.received);
+          }
+        }
+      });
   if (lacking) {
     presence_.push_back({std::move(ids), counts});
   }

@@ -29,11 +29,14 @@ namespace dc {
 class CustomOpExecutor {
  public:
   // `process_group` may be null where the communicator is not made of one. `comm` and `rs_stream` carry the reductions,
-  // `copy_stream` the copies into the buckets. Without a `context` the executor makes one with the default configuration.
-  CustomOpExecutor(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<DSParamRegistry> param_registry,
+  // `copy_stream` the copies into the buckets. Without a `context` the executor makes one with the default
+  // configuration.
+  CustomOpExecutor(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                   std::shared_ptr<DSParamRegistry> param_registry,
                    std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets, std::vector<std::int64_t> ds_ids,
                    std::shared_ptr<Communicator> comm, std::shared_ptr<Stream> rs_stream,
-                   std::shared_ptr<Stream> copy_stream, bool pre_div_reduce, std::shared_ptr<Context> context = nullptr);
+                   std::shared_ptr<Stream> copy_stream, bool pre_div_reduce,
+                   std::shared_ptr<Context> context = nullptr);
   virtual ~CustomOpExecutor();
   CustomOpExecutor(const CustomOpExecutor&) = delete;
   CustomOpExecutor& operator=(const CustomOpExecutor&) = delete;

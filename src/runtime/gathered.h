@@ -23,8 +23,8 @@ struct GatherKey {
   std::uint32_t version = 0;  // of the shard, when it was gathered
 };
 
-// The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last tensor
-// over it is gone, whichever comes first.
+// The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last
+// tensor over it is gone, whichever comes first.
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
                         at::Device device);
 
@@ -39,6 +39,7 @@ enum class ReleasedSize { Zero, Nominal };
 
 // Gives the memory back to the pool; every tensor over the storage throws `message` when it is read from now on. With
 // `poison` the memory is filled with NaN first, for readers that do not ask the storage. Does nothing the second time.
-void releaseStorage(const at::Tensor& gathered, std::string message, bool poison, ReleasedSize size = ReleasedSize::Zero);
+void releaseStorage(const at::Tensor& gathered, std::string message, bool poison,
+                    ReleasedSize size = ReleasedSize::Zero);
 
 }  // namespace dc

@@ -30,8 +30,11 @@ std::shared_ptr<const Graph> GraphTable::find(std::int64_t graph_id) const {
     for (const auto& entry : graphs_) {
       known.push_back(entry.first);
     }
-    fail("no graph with id ", graph_id, " is registered", known.empty() ? " (is the runtime initialised? dc.init, then "
-         "dc.register_graph_z1, z2 or z3)" : "; known ids: ", join_as_str(known, ", ", 100));
+    fail("no graph with id ", graph_id, " is registered",
+         known.empty() ? " (is the runtime initialised? dc.init, then "
+                         "dc.register_graph_z1, z2 or z3)"
+                       : "; known ids: ",
+         join_as_str(known, ", ", 100));
   }
   return found->second;
 }

@@ -70,8 +70,9 @@ void DSParam::offload() {
   const at::Tensor& shard = getDSTensor();
   c10::StorageImpl& storage = *shard.storage().unsafeGetStorageImpl();
   check(static_cast<std::size_t>(shard.nbytes()) == storage.nbytes(), [&] {
-    return concat(describe(), " cannot be offloaded: its shard of ", shard.nbytes(), " bytes is a view into a storage of ",
-                  storage.nbytes(), " bytes; register a shard that owns its storage");
+    return concat(describe(), " cannot be offloaded: its shard of ", shard.nbytes(),
+                  " bytes is a view into a storage of ", storage.nbytes(),
+                  " bytes; register a shard that owns its storage");
   });
   if (storage.nbytes() == 0) {
     return;
@@ -96,8 +97,9 @@ void DSParam::bringBack() const {
   c10::StorageImpl& storage = *ds_tensor_.storage().unsafeGetStorageImpl();
   const std::int64_t bytes = state.host.numel();
   const at::Device device = ds_tensor_.device();
-  c10::DataPtr memory = storage.allocator() != nullptr ? storage.allocator()->allocate(static_cast<std::size_t>(bytes))
-                                                       : c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
+  c10::DataPtr memory = storage.allocator() != nullptr
+                            ? storage.allocator()->allocate(static_cast<std::size_t>(bytes))
+                            : c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
   const at::Tensor target = rawTensor(memory.get(), {bytes}, at::kByte, device);
   unguardStorage(storage);
   storage.set_data_ptr_noswap(std::move(memory));

@@ -15,8 +15,8 @@ namespace dc {
 
 class CustomOpExecutor;
 
-// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done. An undefined
-// gradient stands for a parameter that has none: its slice holds zeros.
+// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done. An
+// undefined gradient stands for a parameter that has none: its slice holds zeros.
 class ReduceTask {
  public:
   ReduceTask(std::int64_t ds_id, at::Tensor grad, at::Tensor send_buf)
@@ -71,7 +71,8 @@ class DoubleBufferedReduceBucket {
   std::shared_ptr<ReduceBucket> getBuffer(at::ScalarType scalar_type);
   // Passes when the bucket that is being filled is no longer read.
   Event getEvent(at::ScalarType scalar_type);
-  // The executor whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its own.
+  // The executor whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its
+  // own.
   CustomOpExecutor*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
   // `executor` is going: forget that it used a bucket.
   void forget(const CustomOpExecutor* executor);

@@ -1,10 +1,10 @@
 // The order in which gradients enter the buckets: fixed for all ranks, whatever order they arrive in.
 //
-// A bucket's contents must be the same on every rank, but ranks may route differently and lack a gradient, or finish two
-// in another order. So there is an expected order; a gradient that arrives early is parked until those before it are
-// there, and at the end of the backward the missing ones go in as "no gradient". The first backward expects the reverse
-// of the forward order; afterwards all ranks adopt the order that rank 0 saw (repeats included), so that in a plain model
-// nothing is ever parked.
+// A bucket's contents must be the same on every rank, but ranks may route differently and lack a gradient, or finish
+// two in another order. So there is an expected order; a gradient that arrives early is parked until those before it
+// are there, and at the end of the backward the missing ones go in as "no gradient". The first backward expects the
+// reverse of the forward order; afterwards all ranks adopt the order that rank 0 saw (repeats included), so that in a
+// plain model nothing is ever parked.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,8 @@ class ReductionOrder {
   bool parked() const { return parked_; }
 
   // What rank 0 saw, followed by the ids of `all` that it did not see: the order for later backwards.
-  static std::vector<std::int64_t> learn(const std::vector<std::int64_t>& arrivals, const std::vector<std::int64_t>& all);
+  static std::vector<std::int64_t> learn(const std::vector<std::int64_t>& arrivals,
+                                         const std::vector<std::int64_t>& all);
 
  private:
   std::vector<std::int64_t> expected_;

@@ -72,9 +72,8 @@ void DSParamRegistry::setValid(std::int64_t ds_id, bool valid) {
 
 bool DSParamRegistry::isValid(std::int64_t ds_id) const {
   const auto& copies = entry(ds_id).gathered;
-  return !copies.empty() && std::all_of(copies.begin(), copies.end(), [&](const GatheredParam& copy) {
-    return isCurrent(ds_id, copy);
-  });
+  return !copies.empty() &&
+         std::all_of(copies.begin(), copies.end(), [&](const GatheredParam& copy) { return isCurrent(ds_id, copy); });
 }
 
 bool DSParamRegistry::isCurrent(std::int64_t ds_id, const GatheredParam& copy) const {

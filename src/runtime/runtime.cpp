@@ -76,7 +76,8 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
   const auto require = [&](bool ok, auto&&... what) {
     check(ok, [&] { return concat(label, ": ", what..., " (", context_->place, ")"); });
   };
-  require(std::all_of(ds_shape.begin(), ds_shape.end(), [](std::int64_t s) { return s >= 0; }), "a dimension is negative");
+  require(std::all_of(ds_shape.begin(), ds_shape.end(), [](std::int64_t s) { return s >= 0; }),
+          "a dimension is negative");
   require(!registry_->hasParam(ds_id), "the id is registered already");
   require(ds_tensor.defined() && ds_tensor.device().is_cpu() && ds_tensor.layout() == at::kStrided, "its tensor is on ",
           ds_tensor.defined() ? ds_tensor.device().str() : "no device", "; this build serves strided CPU tensors");
@@ -100,8 +101,8 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
       require(grad_buffer.numel() == shard || grad_buffer.numel() == 0, "the gradient buffer has ", grad_buffer.numel(),
               " elements; it must have those of the shard, ", shard, ", or none for a frozen parameter");
     } else {
-      require(offset >= 0 && offset + grad_buffer.numel() <= numel, "the gradient buffer holds elements [", offset, ", ",
-              offset + grad_buffer.numel(), ") of a gradient of ", numel);
+      require(offset >= 0 && offset + grad_buffer.numel() <= numel, "the gradient buffer holds elements [", offset,
+              ", ", offset + grad_buffer.numel(), ") of a gradient of ", numel);
     }
   }
   if (options.reduce_dtype) {
@@ -109,7 +110,8 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
             " cannot be averaged; it must be floating point or complex");
   }
 
-  registry_->registerParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned, offset, persistent);
+  registry_->registerParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned, offset,
+                           persistent);
   DSParam& param = registry_->getParam(ds_id);
   param.setName(options.name);
   param.setOffloadStreams(offload_stream_, reload_stream_, context_->config.timeout);
@@ -132,8 +134,8 @@ void Runtime::registerParam(std::int64_t ds_id, const std::vector<std::int64_t>&
 
 void Runtime::registerZ3Param(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
                               at::Tensor grad_buffer, bool persistent, const ParamOptions& options) {
-  addParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), /*partitioned=*/true, /*offset=*/0, persistent,
-           options);
+  addParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), /*partitioned=*/true, /*offset=*/0,
+           persistent, options);
 }
 
 // A graph may be registered before its parameters; what is there by now must be of the right stage.
@@ -141,8 +143,9 @@ void Runtime::checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_
   for (const std::int64_t id : ds_ids) {
     check(!registry_->hasParam(id) || registry_->getParam(id).isPartitioned() == partitioned, [&] {
       return concat("graph ", graph_id, ": ", registry_->getParam(id).describe(), " was registered with ",
-                    partitioned ? "register_param (ZeRO-1, 2)" : "register_z3_param", " and cannot be part of a graph of ",
-                    partitioned ? "ZeRO-3" : "ZeRO-1 or 2", " (", context_->place, ")");
+                    partitioned ? "register_param (ZeRO-1, 2)" : "register_z3_param",
+                    " and cannot be part of a graph of ", partitioned ? "ZeRO-3" : "ZeRO-1 or 2", " (", context_->place,
+                    ")");
     });
   }
 }
@@ -166,10 +169,10 @@ void Runtime::registerGraphZ2(std::int64_t graph_id, const std::vector<std::int6
 void Runtime::registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids) {
   const std::lock_guard lock(context_->mutex);
   checkGraphIds(graph_id, ds_ids, /*partitioned=*/true);
-  addGraph(graph_id, std::make_shared<Z3CustomOpExecutor>(
-                         graph_id, process_group_, registry_, reduce_buckets_, ds_ids, channels_.reduce, reduce_stream_,
-                         copy_stream_, GatherResources{channels_.gather, gather_stream_, pool_},
-                         context_->config.pre_div_reduce, context_));
+  addGraph(graph_id, std::make_shared<Z3CustomOpExecutor>(graph_id, process_group_, registry_, reduce_buckets_, ds_ids,
+                                                          channels_.reduce, reduce_stream_, copy_stream_,
+                                                          GatherResources{channels_.gather, gather_stream_, pool_},
+                                                          context_->config.pre_div_reduce, context_));
 }
 
 void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
@@ -179,9 +182,9 @@ void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecu
 
 void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
   checkOpen();
-  GraphTable::global().add(std::make_shared<const Graph>(
-      Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
-            std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
+  GraphTable::global().add(
+      std::make_shared<const Graph>(Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
+                                          std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
   executors_.emplace(graph_id, std::move(executor));
   agreed_ = false;
 }
@@ -243,8 +246,9 @@ void Runtime::startBackward(bool update) {
 void Runtime::freeGathered(std::int64_t ds_id) {
   const DSParam& param = registry_->getParam(ds_id);
   for (const GatheredParam& copy : registry_->gatheredCopies(ds_id)) {
-    releaseStorage(copy.tensor, concat(param.describe(), " is read after its gathered copy was invalidated (",
-                                       context_->place, "); gather it again"),
+    releaseStorage(copy.tensor,
+                   concat(param.describe(), " is read after its gathered copy was invalidated (", context_->place,
+                          "); gather it again"),
                    context_->config.debug);
   }
   registry_->unregisterGatheredParam(ds_id);

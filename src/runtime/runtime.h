@@ -27,8 +27,8 @@ struct Channels {
 };
 
 struct ParamOptions {
-  std::string name;                             // for messages
-  std::optional<at::ScalarType> reduce_dtype;   // the gradient buffer's when not given
+  std::string name;                            // for messages
+  std::optional<at::ScalarType> reduce_dtype;  // the gradient buffer's when not given
 };
 
 class Runtime {

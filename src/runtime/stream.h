@@ -71,9 +71,9 @@ enum class CpuStreamMode { Inline, Worker };
 // Inline runs work on the calling thread at once; Worker on a thread of its own. `name` is for error messages.
 std::shared_ptr<Stream> makeCpuStream(CpuStreamMode mode, std::string name);
 
-// The mode that DEEPCOMPILE_CPU_STREAM asks for (benchmarks/streams.py measures the choice). `auto` takes Worker where the
-// communicator sleeps while it waits (`spins` is false): compute goes on meanwhile, even without a core to spare. Where it
-// spins, a worker needs a core of its own beside the compute threads of every rank on this host; else Inline.
+// The mode that DEEPCOMPILE_CPU_STREAM asks for (benchmarks/streams.py measures the choice). `auto` takes Worker where
+// the communicator sleeps while it waits (`spins` is false): compute goes on meanwhile, even without a core to spare.
+// Where it spins, a worker needs a core of its own beside the compute threads of every rank on this host; else Inline.
 CpuStreamMode chooseCpuStreamMode(const std::string& wanted, bool spins, int local_ranks, int compute_threads,
                                   int usable_cores);
 

@@ -30,7 +30,8 @@ at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
   transfer.device = tensor.device();
   transfer.reloading = false;
   at::Tensor host = at::empty_like(tensor, tensor.options().device(at::kCPU).requires_grad(false));
-  runDetached(*offload_stream_, [id] { return concat("offloading tensor ", id); }, [host, tensor] { host.copy_(tensor); });
+  runDetached(
+      *offload_stream_, [id] { return concat("offloading tensor ", id); }, [host, tensor] { host.copy_(tensor); });
   transfer.offloaded = offload_stream_->record();
   context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
   return host;
@@ -43,7 +44,8 @@ at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
   Transfer& transfer = find("reload_tensor", id);
   at::Tensor tensor = at::empty_like(host, host.options().device(transfer.device).requires_grad(false));
   reload_stream_->wait(transfer.offloaded, context_->deadline());
-  runDetached(*reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host); });
+  runDetached(
+      *reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host); });
   transfer.reloaded = reload_stream_->record();
   transfer.reloading = true;
   context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);

@@ -12,8 +12,8 @@
 
 namespace dc {
 
-// Both directions are asynchronous and ordered: a reload starts after the offload that it undoes. The copies own what they
-// read and write until they are done.
+// Both directions are asynchronous and ordered: a reload starts after the offload that it undoes. The copies own what
+// they read and write until they are done.
 class TensorOffload {
  public:
   TensorOffload(std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,

@@ -17,17 +17,28 @@ std::string tensorPtrToString(void* ptr, std::size_t size, c10::ScalarType datat
     return tensorPtrToString(values.data(), shown, max_str_len);
   };
   switch (datatype) {
-    case at::kFloat: return as.operator()<float, float>();
-    case at::kDouble: return as.operator()<double, double>();
-    case at::kHalf: return as.operator()<at::Half, float>();
-    case at::kBFloat16: return as.operator()<at::BFloat16, float>();
-    case at::kLong: return as.operator()<std::int64_t, std::int64_t>();
-    case at::kInt: return as.operator()<std::int32_t, std::int32_t>();
-    case at::kShort: return as.operator()<std::int16_t, std::int16_t>();
-    case at::kChar: return as.operator()<std::int8_t, int>();
-    case at::kByte: return as.operator()<std::uint8_t, int>();
-    case at::kBool: return as.operator()<bool, int>();
-    default: fail("tensorPtrToString: no text for elements of dtype ", datatype);
+    case at::kFloat:
+      return as.operator()<float, float>();
+    case at::kDouble:
+      return as.operator()<double, double>();
+    case at::kHalf:
+      return as.operator()<at::Half, float>();
+    case at::kBFloat16:
+      return as.operator()<at::BFloat16, float>();
+    case at::kLong:
+      return as.operator()<std::int64_t, std::int64_t>();
+    case at::kInt:
+      return as.operator()<std::int32_t, std::int32_t>();
+    case at::kShort:
+      return as.operator()<std::int16_t, std::int16_t>();
+    case at::kChar:
+      return as.operator()<std::int8_t, int>();
+    case at::kByte:
+      return as.operator()<std::uint8_t, int>();
+    case at::kBool:
+      return as.operator()<bool, int>();
+    default:
+      fail("tensorPtrToString: no text for elements of dtype ", datatype);
   }
 }
 
@@ -44,16 +55,26 @@ std::vector<std::int64_t> sizes_to_int_vector(at::IntArrayRef sizes) { return si
 
 int get_nccl_data_type(at::ScalarType scalar_type) {
   switch (scalar_type) {
-    case at::kChar: return 0;
-    case at::kByte: return 1;
-    case at::kBool: return 1;
-    case at::kInt: return 2;
-    case at::kLong: return 4;
-    case at::kHalf: return 6;
-    case at::kFloat: return 7;
-    case at::kDouble: return 8;
-    case at::kBFloat16: return 9;
-    default: fail("NCCL has no type for ", scalar_type);
+    case at::kChar:
+      return 0;
+    case at::kByte:
+      return 1;
+    case at::kBool:
+      return 1;
+    case at::kInt:
+      return 2;
+    case at::kLong:
+      return 4;
+    case at::kHalf:
+      return 6;
+    case at::kFloat:
+      return 7;
+    case at::kDouble:
+      return 8;
+    case at::kBFloat16:
+      return 9;
+    default:
+      fail("NCCL has no type for ", scalar_type);
   }
 }
 

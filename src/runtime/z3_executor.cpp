@@ -21,8 +21,8 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
                                        std::vector<std::int64_t> ds_ids, std::shared_ptr<Communicator> comm,
                                        std::shared_ptr<Stream> rs_stream, std::shared_ptr<Stream> copy_stream,
                                        GatherResources gather, bool pre_div_reduce, std::shared_ptr<Context> context)
-    : CustomOpExecutor(std::move(process_group), std::move(param_registry), std::move(reduce_buckets), std::move(ds_ids),
-                       std::move(comm), std::move(rs_stream), std::move(copy_stream), pre_div_reduce,
+    : CustomOpExecutor(std::move(process_group), std::move(param_registry), std::move(reduce_buckets),
+                       std::move(ds_ids), std::move(comm), std::move(rs_stream), std::move(copy_stream), pre_div_reduce,
                        std::move(context)),
       graph_id_(graph_id),
       gather_(std::move(gather)) {}
@@ -56,16 +56,17 @@ bool isGuard(const at::Tensor& tensor) {
 
 }  // namespace
 
-// Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the tensor
-// cannot be read until waitAllgather puts the storage under it.
+// Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the
+// tensor cannot be read until waitAllgather puts the storage under it.
 at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
   at::Tensor out = aliasOf(copy.tensor);
   if (context_->config.debug && !copy.waited) {
     const auto key = *gatherKeyOf(copy.tensor);
-    auto guard = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), copy.tensor.storage().nbytes(),
-                                                       c10::DataPtr(nullptr, out.device()), nullptr, false);
-    guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(),
-                                " is read before wait_allgather (graph ", graph_id_, ", ", place(), ")"));
+    auto guard =
+        c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), copy.tensor.storage().nbytes(),
+                                              c10::DataPtr(nullptr, out.device()), nullptr, false);
+    guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(), " is read before wait_allgather (graph ",
+                                graph_id_, ", ", place(), ")"));
     out.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(guard)));
   }
   return out;
@@ -111,8 +112,8 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
       context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
   auto what = [ids = std::move(ids), label = param_registry_->getParam(wanted[0].id).label(), graph = graph_id_,
                context = context_] {
-    return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ", graph,
-                  ") on ", context->place);
+    return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ",
+                  graph, ") on ", context->place);
   };
   runDetached(*gather_.stream, std::move(what),
               [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature)] {
@@ -139,9 +140,10 @@ void Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted) {
   for (const Wanted& one : wanted) {
     // What is there is out of date: its memory first, so that the new copy may use it.
     if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr) {
-      releaseStorage(old->tensor,
-                     concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
-                     false);
+      releaseStorage(
+          old->tensor,
+          concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
+          false);
     }
     launched.push_back(prepare(one));
   }
@@ -173,8 +175,8 @@ void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds
                                              const std::optional<std::vector<at::ScalarType>>& dtypes) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(!dtypes || dtypes->size() == ds_ids.size(), [&] {
-    return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ", graph_id_,
-                  ", ", place(), ")");
+    return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ",
+                  graph_id_, ", ", place(), ")");
   });
   std::vector<Wanted> wanted;
   for (std::size_t i = 0; i < ds_ids.size(); ++i) {
@@ -198,7 +200,8 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
   const DSParam& param = member(ds_id);
   auto& copies = param_registry_->gatheredCopies(ds_id);
   check(!copies.empty(), [&] {
-    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(), ")");
+    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(),
+                  ")");
   });
   for (GatheredParam& copy : copies) {
     const bool meant = v.numel() == 0 || copy.tensor.scalar_type() == v.scalar_type();
@@ -226,8 +229,10 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
     return;
   }
   check(!context_->config.debug || held_.count(ds_id) > 0, [&] {
-    return concat("release_param: ", param.describe(), " is not gathered by this graph, or was released by all its users "
-                  "already (graph ", graph_id_, ", ", place(), ")");
+    return concat("release_param: ", param.describe(),
+                  " is not gathered by this graph, or was released by all its users "
+                  "already (graph ",
+                  graph_id_, ", ", place(), ")");
   });
   if (n_users > 1) {
     Uses& uses = uses_[ds_id];
@@ -235,8 +240,8 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
       uses = {n_users, n_users};
     }
     check(uses.n_users == n_users, [&] {
-      return concat("release_param: ", param.describe(), " is released with n_users=", n_users, " after n_users=",
-                    uses.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+      return concat("release_param: ", param.describe(), " is released with n_users=", n_users,
+                    " after n_users=", uses.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
     });
     if (--uses.left > 0) {
       return;
@@ -244,8 +249,9 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
   } else if (!uses_.empty()) {
     const auto found = uses_.find(ds_id);
     check(found == uses_.end() || found->second.left == 0, [&] {
-      return concat("release_param: ", param.describe(), " is released with n_users=1 after n_users=",
-                    found->second.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+      return concat("release_param: ", param.describe(),
+                    " is released with n_users=1 after n_users=", found->second.n_users, " in the same pass (graph ",
+                    graph_id_, ", ", place(), ")");
     });
   }
   if (held_.erase(ds_id) == 0) {
@@ -278,8 +284,10 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   const DSParam& param = member(key.id);
   const std::uint32_t version = DSParamRegistry::versionOf(param.getDSTensor());
   check(version == key.version, [&] {
-    return concat(param.describe(), " was changed between the forward and the backward that needs it (its shard's version went "
-                  "from ", key.version, " to ", version, "); run the backward before the update (", place(), ")");
+    return concat(param.describe(),
+                  " was changed between the forward and the backward that needs it (its shard's version went "
+                  "from ",
+                  key.version, " to ", version, "); run the backward before the update (", place(), ")");
   });
   const Wanted wanted{key.id, key.dtype};
   if (hasCurrentCopy(wanted)) {
@@ -299,8 +307,8 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
   if (context_->config.debug && !context_->profiling) {
     int& pending = gathered_[ds_id];
     check(pending > 0, [&] {
-      return concat("reduce_grad: more reductions than gathers of ", member(ds_id).describe(), " (graph ", graph_id_, ", ",
-                    place(), ")");
+      return concat("reduce_grad: more reductions than gathers of ", member(ds_id).describe(), " (graph ", graph_id_,
+                    ", ", place(), ")");
     });
     --pending;
   }
@@ -364,9 +372,9 @@ void Z3CustomOpExecutor::reloadParameter(std::int64_t ds_id) {
     return;
   }
   param_registry_->reload(ds_id);
-  context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(param.getPaddedNumel() / comm_->size() *
-                                                                     c10::elementSize(param.getDtype())),
-                                           std::memory_order_relaxed);
+  context_->stats.bytes_reloaded.fetch_add(
+      static_cast<std::int64_t>(param.getPaddedNumel() / comm_->size() * c10::elementSize(param.getDtype())),
+      std::memory_order_relaxed);
   reloading_.insert(ds_id);
 }
 

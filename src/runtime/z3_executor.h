@@ -35,8 +35,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void endBackward() override;
   at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
 
-  // The gathered parameter, cast to `dtype` before it travels. Readable after waitAllgather. A valid copy is returned as
-  // it is; nothing is launched then.
+  // The gathered parameter, cast to `dtype` before it travels. Readable after waitAllgather. A valid copy is returned
+  // as it is; nothing is launched then.
   at::Tensor allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype);
   // Starts the gathers that are not there yet as one communication.
   void prefetchParamsFused(const std::vector<std::int64_t>& ds_ids,
@@ -47,8 +47,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // still holds it.
   void releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
-  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives. An error when
-  // the shard has changed since `key` was made.
+  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives. An error
+  // when the shard has changed since `key` was made.
   at::Tensor gatherAgain(const GatherKey& key);
 
   void offloadParameter(std::int64_t ds_id);

@@ -28,7 +28,13 @@ class RankFailed(AssertionError):
 
 
 def _rank_main(
-    rank: int, world: int, store_path: str, result: Any, environment: dict[str, str], function: Callable, arguments: tuple
+    rank: int,
+    world: int,
+    store_path: str,
+    result: Any,
+    environment: dict[str, str],
+    function: Callable,
+    arguments: tuple,
 ) -> None:
     os.environ.update(environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

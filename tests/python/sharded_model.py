@@ -188,7 +188,8 @@ class _Stage12:
 
     def __init__(self, rank: int, world: int, setup: Setup) -> None:
         self.parameters = {
-            name: value.clone().requires_grad_(name not in FROZEN) for name, value in make_parameters(setup.dtype).items()
+            name: value.clone().requires_grad_(name not in FROZEN)
+            for name, value in make_parameters(setup.dtype).items()
         }
         self.world, self.rank = world, rank
         trainable = [name for name in self.parameters if name not in FROZEN]

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
-from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
 
@@ -36,15 +36,21 @@ def rejects_on_one_runtime(rank: int, world: int) -> None:
     rejects("no tensor with id 3 was offloaded", ops.reload_tensor, torch.empty(0), GRAPH, 3)
 
     register = dc.register_z3_param
-    rejects("'again' .*id 0.*registered already", register, 0, [5, 3], torch.zeros(size), torch.zeros(size), name="again")
+    rejects(
+        "'again' .*id 0.*registered already", register, 0, [5, 3], torch.zeros(size), torch.zeros(size), name="again"
+    )
     rejects(f"'w'.*shard has 99 elements.*take {size} on each", register, 5, [5, 3], torch.zeros(99), None, name="w")
     rejects("gradient buffer has 2 elements", register, 5, [5, 3], torch.zeros(size), torch.zeros(2))
     rejects("not contiguous", register, 5, [4, 2], torch.zeros(8 // world * 2)[::2], None)
     rejects("dimension is negative", register, 5, [-1], torch.zeros(1), None)
-    rejects("dtype Int cannot be averaged", register, 5, [5, 3], torch.zeros(size), torch.zeros(size, dtype=torch.int32))
+    rejects(
+        "dtype Int cannot be averaged", register, 5, [5, 3], torch.zeros(size), torch.zeros(size, dtype=torch.int32)
+    )
     rejects("meta", register, 5, [5, 3], torch.zeros(size, device="meta"), None)
     rejects("whole parameter", dc.register_param, 5, [5, 3], torch.zeros(3), None, 0)
-    rejects(r"elements \[14, 16\) of a gradient of 15", dc.register_param, 5, [5, 3], torch.zeros(5, 3), torch.zeros(2), 14)
+    rejects(
+        r"elements \[14, 16\) of a gradient of 15", dc.register_param, 5, [5, 3], torch.zeros(5, 3), torch.zeros(2), 14
+    )
     rejects("graph 0 is registered already", dc.register_graph_z3, 0, [0])
     rejects("twice", dc.register_graph_z3, 4, [0, 0])
     rejects("register_z3_param.*ZeRO-1 or 2", dc.register_graph_z1, 4, [0])
@@ -66,7 +72,9 @@ def rejects_configuration(rank: int, world: int) -> None:
         with pytest.raises(kind, match=message):
             dc.init(*arguments)
 
-    rejects(ValueError, "unknown config key 'double_bufer'; did you mean 'double_buffer'", None, {"double_bufer": True}, 10)
+    rejects(
+        ValueError, "unknown config key 'double_bufer'; did you mean 'double_buffer'", None, {"double_bufer": True}, 10
+    )
     rejects(ValueError, "unknown config key 'zzz'; known keys: .*timeout", None, {"zzz": 1}, 10)
     rejects(TypeError, "'debug' must be of type bool, not int", None, {"debug": 1}, 10)
     rejects(TypeError, "'timeout' must be of type float, not str", None, {"timeout": "1"}, 10)

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from harness import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
 BACKENDS = ("aot_eager", "inductor")
@@ -177,7 +177,8 @@ def test_in_generated_code_a_release_comes_after_every_reader_and_collectives_ke
     readers = [
         number
         for number, line in enumerate(body)
-        if re.search(r"\b(cpp_fused\w*|extern_kernels\.\w+)\(", line) and any(re.search(rf"\b{a}\b", line) for a in aliases)
+        if re.search(r"\b(cpp_fused\w*|extern_kernels\.\w+)\(", line)
+        and any(re.search(rf"\b{a}\b", line) for a in aliases)
     ]
     assert readers, "no reader found: the test looks at the wrong names"
     assert max(readers) < release_at
@@ -251,9 +252,15 @@ def forward_effects_stay_out_of_the_backward(rank: int, world: int) -> None:
     loss.backward()
     ops.end_backward(GRAPH)
     forward, backward = graphs
-    assert forward == [f"dc.{name}.default" for name in (
-        "prefetch_params_fused", "allgather_param", "wait_allgather", "release_param_traced",
-    )]
+    assert forward == [
+        f"dc.{name}.default"
+        for name in (
+            "prefetch_params_fused",
+            "allgather_param",
+            "wait_allgather",
+            "release_param_traced",
+        )
+    ]
     assert backward == ["dc.reduce_grad.default"]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
-from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
-from z3_fixture import shard_of, start, whole_parameter
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import shard_of, start, whole_parameter
 
 ops = torch.ops.dc
 
@@ -134,7 +134,11 @@ print("end")
 
 def test_a_process_that_cleans_up_nothing_exits_quietly() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXIT_SCRIPT], capture_output=True, text=True, timeout=60, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        [sys.executable, "-c", EXIT_SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
-from z3_fixture import GRAPH, gather, release, start
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import GRAPH, gather, release, start
 
 ops = torch.ops.dc
 

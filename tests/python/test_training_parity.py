@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from harness import run_ranks
 from sharded_model import Setup, train_sharded, train_unsharded
 

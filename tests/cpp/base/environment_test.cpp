@@ -1,8 +1,8 @@
 #include "deepcompile/base/environment.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdlib>
+
+#include <gtest/gtest.h>
 
 #include "deepcompile/base/error.h"
 

@@ -1,8 +1,8 @@
 #include "deepcompile/base/text.h"
 
-#include <gtest/gtest.h>
-
 #include <vector>
+
+#include <gtest/gtest.h>
 
 namespace dc {
 namespace {

@@ -1,5 +1,5 @@
-// A program of a user's own: an executor that keeps the largest gradient instead of the mean, built against the installed
-// package and called through the operators.
+// A program of a user's own: an executor that keeps the largest gradient instead of the mean, built
+// against the installed package and called through the operators.
 #include <deepcompile/deepcompile.h>
 
 #include <algorithm>
@@ -13,7 +13,8 @@ namespace {
 // All ranks of a group of one.
 class Alone final : public dc::Communicator {
  public:
-  Alone() : Communicator(0, 2, std::make_shared<dc::Traffic>()) {}  // claims two ranks, so that gradients take the bucket
+  Alone()
+      : Communicator(0, 2, std::make_shared<dc::Traffic>()) {}  // claims two ranks, so that gradients take the bucket
   void abort() override {}
 
  protected:
