@@ -1,7 +1,7 @@
 // Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
 //
 // The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
-// allocator for more it gives back what lies idle.
+// allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept beyond that.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class BufferPool {
 
   // Bytes that may be held, in use and idle together, beyond what is in use at the peak.
   void setLimit(std::int64_t bytes);
-  // Gives all idle memory back to the allocator.
+  // Gives the idle memory back to the allocator, except where work is in flight on it.
   void trim();
 
   std::int64_t live() const;   // bytes in use
@@ -45,6 +45,7 @@ class BufferPool {
 
  private:
   void makeRoom(std::int64_t bytes);
+  void dropIdle(std::int64_t bytes);
 
   c10::Allocator* const allocator_;
   mutable std::mutex mutex_;
