@@ -47,10 +47,12 @@ const DSParam& CustomOpExecutor::member(std::int64_t ds_id) const {
 }
 
 void CustomOpExecutor::startBackward(bool update) {
-  if (param_registry_->updateFollowed()) {
+  // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
+  // in an update but never ended counts too.
+  if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
     has_acc_grad_.clear();
   }
-  param_registry_->setUpdateFollowed(update);
+  param_registry_->setUpdateFollowed(false);
   param_updated_ = update;
   implicit_ = false;
   openBackward();
@@ -309,6 +311,9 @@ void CustomOpExecutor::endBackward() {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   backward_open_ = false;
+  if (param_updated_) {
+    param_registry_->setUpdateFollowed(true);
+  }
   if (!communicates()) {
     return;
   }
