@@ -320,6 +320,12 @@ void CustomOpExecutor::endBackward() {
   std::vector<ArrivedGradient> rest;
   if (comm_->size() > 1) {
     order_->finish(rest);
+  } else {
+    for (const std::int64_t id : order_->expected()) {
+      if (present_.count(id) == 0) {
+        rest.push_back({id, at::Tensor()});  // it may still have a gradient that was kept from earlier backwards
+      }
+    }
   }
   for (const ArrivedGradient& arrived : rest) {
     stage(arrived);
