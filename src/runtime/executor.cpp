@@ -368,7 +368,9 @@ void CustomOpExecutor::learnOrder() {
   }
   const std::string agreed = comm_->exchangeAny(mine)[0];  // the reduce stream is idle: endBackward has waited for it
   std::vector<std::int64_t> order(agreed.size() / sizeof(std::int64_t));
-  std::memcpy(order.data(), agreed.data(), agreed.size());
+  if (!order.empty()) {  // a graph with nothing trainable
+    std::memcpy(order.data(), agreed.data(), agreed.size());
+  }
   order_->expect(std::move(order));
   order_learned_ = true;
 }
