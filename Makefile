@@ -19,7 +19,7 @@ else
 endif
 
 export PYTHONPATH := $(CURDIR)/python
-CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(command -v $(PYTHON)) -Wno-dev
+CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
 .PHONY: all demo test test-cpp test-python build bench peers sanitize format lint clean
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.fx.node import has_side_effect
+
+from deepcompile._after_import import after_import
 
 _ops = torch.ops.dc
 
@@ -99,11 +102,10 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _keep_effects_in_their_pass() -> None:
+def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
     """An operator that takes no data (a prefetch, a release of a dummy) fits into the forward and into the backward graph
     alike, and the partitioner copies such operators into both when they must not be dropped. Tells it where each belongs.
     """
-    from torch._functorch import partitioners
 
     def also(predicate: Callable[[torch.fx.Node], bool], tag: str) -> Callable[[torch.fx.Node], bool]:
         @functools.wraps(predicate)
@@ -112,19 +114,29 @@ def _keep_effects_in_their_pass() -> None:
 
         return extended
 
-    partitioners._must_be_in_forward = also(partitioners._must_be_in_forward, "is_forward")
-    partitioners._must_be_in_backward = also(partitioners._must_be_in_backward, "is_backward")
+    for name, tag in (("_must_be_in_forward", "is_forward"), ("_must_be_in_backward", "is_backward")):
+        setattr(partitioners, name, also(getattr(partitioners, name), tag))
 
 
-def _register() -> None:
-    for op in EFFECTS:
-        has_side_effect(op)
-    _keep_effects_in_their_pass()
+def _keep_program_order(post_grad: ModuleType) -> None:
+    """In graphs without a backward Inductor moves nodes next to their users, past a release that has none."""
+    reorder = post_grad.reorder_for_locality
 
-    from torch._inductor.lowering import register_lowering
+    @functools.wraps(reorder)
+    def reorder_unless_effects(graph: torch.fx.Graph) -> None:
+        if not any(node.target in EFFECTS for node in graph.nodes):
+            reorder(graph)
 
+    post_grad.reorder_for_locality = reorder_unless_effects
+
+
+def _register_lowerings(lowering: ModuleType) -> None:
     for op in ORDERED:
-        register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
+        lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
 
 
-_register()
+for _op in EFFECTS:
+    has_side_effect(_op)
+after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
+after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
+after_import("torch._inductor.lowering", _register_lowerings)

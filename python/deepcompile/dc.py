@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile import _channels, _saved_tensors
+from deepcompile import _channels, _compile_cache, _saved_tensors
 from deepcompile._load import _C
 from deepcompile.runtime_config import make_config
 
@@ -39,12 +39,15 @@ class Runtime:
         native_config = make_config(config)
         if isinstance(initial_reduce_bucket_size, bool) or not isinstance(initial_reduce_bucket_size, int):
             raise TypeError(f"initial_reduce_bucket_size must be a number of elements, not {initial_reduce_bucket_size!r}")
+        if initial_reduce_bucket_size < 1:
+            raise ValueError(f"initial_reduce_bucket_size is {initial_reduce_bucket_size} elements; it must be at least 1")
         group = _channels.resolve_group(process_group)
         gather, reduce = _channels.open_channels(group, native_config.timeout)
         self._native = _C.Runtime(
             group, native_config, initial_reduce_bucket_size, gather, reduce, _channels.ranks_on_this_host(group)
         )
         self._hooks = _saved_tensors.SavedTensorHooks()
+        self._shapes = _compile_cache.RegisteredShapes()
         _open_runtimes.add(self)
 
     def register_param(
@@ -82,6 +85,7 @@ class Runtime:
         self._native.register_z3_param(
             ds_id, list(ds_shape), ds_tensor, grad_buffer, persistent, name=name, reduce_dtype=reduce_dtype
         )
+        self._shapes.add(ds_id, tuple(ds_shape), ds_tensor.dtype)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         self._native.register_graph_z1(graph_id, list(ds_ids))
@@ -92,6 +96,7 @@ class Runtime:
     def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order."""
         self._native.register_graph_z3(graph_id, list(ds_ids))
+        self._shapes.publish()
 
     def set_persistent(self, ds_id: int) -> None:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
@@ -137,6 +142,7 @@ class Runtime:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         self._hooks.leave()
         self._native.close()
+        self._shapes.withdraw()
         _open_runtimes.discard(self)
 
 

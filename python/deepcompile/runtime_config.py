@@ -67,4 +67,8 @@ def make_config(config: Mapping[str, Any] | object | None) -> _C.Config:
     for key, field in _FIELDS.items():
         if key not in _as_mapping(config):
             setattr(native, key, field.default)
+    if native.timeout <= 0:
+        raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0")
+    if native.free_activation_threshold < 0:
+        raise ValueError(f"config key 'free_activation_threshold' is {native.free_activation_threshold}; it counts elements")
     return native

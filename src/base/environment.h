@@ -7,7 +7,7 @@ namespace dc {
 
 struct Environment {
   // DEEPCOMPILE_CPU_STREAM = auto | inline | worker. How asynchronous work on CPU tensors is run: on the calling thread
-  // at once, on a thread of its own, or chosen by the number of idle cores (docs/runtime.md).
+  // at once, on a thread of its own, or chosen by what the communicator and the cores allow (docs/runtime.md).
   std::string cpu_stream = "auto";
 
   // DEEPCOMPILE_LOG = error | warning | info | debug. What is written to standard error.

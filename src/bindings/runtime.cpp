@@ -24,7 +24,17 @@ std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config
   Channels channels;
   channels.gather = makeC10dCommunicator(gather, context->traffic);
   channels.reduce = gather == reduce ? channels.gather : makeC10dCommunicator(reduce, context->traffic);
-  return std::make_shared<Runtime>(group, std::move(context), std::move(channels), bucket_size, local_ranks);
+  // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured: so
+  // the runtime is destroyed without it, wherever the last reference goes.
+  return std::shared_ptr<Runtime>(
+      new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks), [](Runtime* runtime) {
+        if (PyGILState_Check() != 0) {
+          const py::gil_scoped_release no_gil;
+          delete runtime;
+        } else {
+          delete runtime;
+        }
+      });
 }
 
 ParamOptions paramOptions(const std::string& name, const std::optional<at::ScalarType>& reduce_dtype) {

@@ -68,6 +68,9 @@ class Communicator {
   // The same for any number of bytes, as two exchanges.
   std::vector<std::string> exchangeAny(const std::string& bytes);
 
+  // True when a rank that waits for others keeps its core busy; false when it sleeps in the kernel.
+  virtual bool spins() const { return false; }
+
   // Makes pending and later operations of this rank fail soon. For teardown after an error.
   virtual void abort() = 0;
 

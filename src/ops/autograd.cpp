@@ -97,10 +97,10 @@ at::Tensor identity(const char* name, const at::Tensor& a, Rest... rest) {
 // The operators that return their input. Eagerly that very tensor comes back, with the history it has; only where a
 // wrapper makes a new tensor of it does it need an identity in the autograd graph.
 template <typename... Rest>
-at::Tensor sameTensor(const char* name, at::Tensor (*kernel)(const at::Tensor&, Rest...), const at::Tensor& a,
-                      Rest... rest) {
+at::Tensor sameTensor(const char* name, void (*kernel)(const at::Tensor&, Rest...), const at::Tensor& a, Rest... rest) {
   if (isPlain(a)) {
-    return kernel(a, rest...);
+    kernel(a, rest...);
+    return a;
   }
   return identity(name, a, rest...);
 }

@@ -1,18 +1,30 @@
 #include <torch/library.h>
 
 #include "deepcompile/ops/kernels.h"
+#include "deepcompile/runtime/raw_tensor.h"
+
+namespace {
+
+// Below autograd an operator may return an alias of its input but not the input itself.
+template <auto kernel, typename... Rest>
+at::Tensor aliasAfter(const at::Tensor& a, Rest... rest) {
+  kernel(a, rest...);
+  return dc::aliasOf(a);
+}
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(dc, CPU, m) {
   using namespace dc::ops;
   m.impl("allgather_param", allgatherParam);
-  m.impl("wait_allgather", waitAllgather);
-  m.impl("release_param", releaseParam);
-  m.impl("release_param_traced", releaseParamTraced);
+  m.impl("wait_allgather", aliasAfter<waitAllgather, std::int64_t, std::int64_t>);
+  m.impl("release_param", aliasAfter<releaseParam, std::int64_t, std::int64_t, std::int64_t>);
+  m.impl("release_param_traced", aliasAfter<releaseParamTraced, std::int64_t, std::int64_t, std::int64_t>);
   m.impl("reduce_grad", reduceGrad);
   m.impl("offload_tensor", offloadTensor);
   m.impl("reload_tensor", reloadTensor);
-  m.impl("wait_offload", waitOffload);
-  m.impl("wait_reload", waitReload);
+  m.impl("wait_offload", aliasAfter<waitOffload, std::int64_t, std::int64_t>);
+  m.impl("wait_reload", aliasAfter<waitReload, std::int64_t, std::int64_t>);
   m.impl("offload_parameter", offloadParameter);
   m.impl("reload_parameter", reloadParameter);
 }

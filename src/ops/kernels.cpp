@@ -52,19 +52,16 @@ void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntAr
   Locked(graph_id).z3("prefetch_params_fused").prefetchParamsFused(ids.vec(), dtypes);
 }
 
-at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
   Locked(graph_id).z3("wait_allgather").waitAllgather(a, id);
-  return a;
 }
 
-at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
+void releaseParam(const at::Tensor&, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
   Locked(graph_id).z3("release_param").releaseParam(id, n_users, ReleasedSize::Zero);
-  return a;
 }
 
-at::Tensor releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
+void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
   Locked(graph_id).z3("release_param").releaseParam(id, n_users, ReleasedSize::Nominal);
-  return a;
 }
 
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
@@ -102,14 +99,12 @@ at::Tensor reloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t
   return Locked(graph_id).graph().offload->reload(a, id);
 }
 
-at::Tensor waitOffload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+void waitOffload(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
   Locked(graph_id).graph().offload->waitOffload(id);
-  return a;
 }
 
-at::Tensor waitReload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+void waitReload(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
   Locked(graph_id).graph().offload->waitReload(id);
-  return a;
 }
 
 void offloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {

@@ -1,4 +1,5 @@
-// The operators on tensors of any device: find the graph, take its lock, call its executor.
+// The operators on tensors of any device: find the graph, take its lock, call its executor. Those that hand on their input
+// return nothing here; whoever registers them returns it.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,15 @@ namespace dc::ops {
 at::Tensor allgatherParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::optional<at::ScalarType> dtype);
 void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntArrayRef ids,
                          const std::optional<std::vector<at::ScalarType>>& dtypes);
-at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
-at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
-at::Tensor releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
+void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
+void releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
+void releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void freeTensors(at::TensorList a);
 at::Tensor offloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 at::Tensor reloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
-at::Tensor waitOffload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
-at::Tensor waitReload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
+void waitOffload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
+void waitReload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void offloadParameter(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void reloadParameter(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void endBackward(std::int64_t graph_id);

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/runtime.h"
 
 namespace dc::ops {
@@ -26,8 +27,8 @@ at::Tensor copyOf(const at::Tensor& a, std::int64_t, std::int64_t) {
   return at::empty_like(a, a.options().requires_grad(false));
 }
 
-at::Tensor same(const at::Tensor& a, std::int64_t, std::int64_t) { return a; }
-at::Tensor sameReleased(const at::Tensor& a, std::int64_t, std::int64_t, std::int64_t) { return a; }
+at::Tensor same(const at::Tensor& a, std::int64_t, std::int64_t) { return aliasOf(a); }
+at::Tensor sameReleased(const at::Tensor& a, std::int64_t, std::int64_t, std::int64_t) { return aliasOf(a); }
 void nothing(const at::Tensor&, std::int64_t, std::int64_t) {}
 void noPrefetch(std::int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&) {}
 void noFree(at::TensorList) {}

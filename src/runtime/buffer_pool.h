@@ -2,6 +2,7 @@
 //
 // The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
 // allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept beyond that.
+// The limit starts at an amount that no one misses.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,9 @@ class BufferPool {
   Buffer take(std::int64_t bytes);
   void give(Buffer buffer);
 
-  // Bytes that may be held, in use and idle together, beyond what is in use at the peak.
+  // Bytes that may be held, in use and idle together, even where less was ever in use at once.
   void setLimit(std::int64_t bytes);
+  static constexpr std::int64_t kInitialLimit = 16 << 20;
   // Gives the idle memory back to the allocator, except where work is in flight on it.
   void trim();
 
@@ -54,7 +56,7 @@ class BufferPool {
   std::int64_t idle_bytes_ = 0;
   std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold
   std::int64_t peak_ = 0;
-  std::int64_t limit_ = 0;
+  std::int64_t limit_ = kInitialLimit;
   std::int64_t taken_ = 0;
   std::int64_t reused_ = 0;
 };

@@ -43,8 +43,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       reduce_buckets_(
           std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size, context_->config.double_buffer)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
-                                : chooseCpuStreamMode(Environment::read().cpu_stream, local_ranks,
-                                                      at::get_num_threads(), usableCores())),
+                                : chooseCpuStreamMode(Environment::read().cpu_stream, channels_.gather->spins(),
+                                                      local_ranks, at::get_num_threads(), usableCores())),
       gather_stream_(makeCpuStream(mode_, "gather")),
       reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeCpuStream(mode_, "reduce")),
       copy_stream_(makeCpuStream(CpuStreamMode::Inline, "copy")),

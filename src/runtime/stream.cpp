@@ -183,14 +183,16 @@ std::shared_ptr<Stream> makeCpuStream(CpuStreamMode mode, std::string name) {
   return std::make_shared<InlineStream>(std::move(name));
 }
 
-CpuStreamMode chooseCpuStreamMode(const std::string& wanted, int local_ranks, int compute_threads, int usable_cores) {
+CpuStreamMode chooseCpuStreamMode(const std::string& wanted, bool spins, int local_ranks, int compute_threads,
+                                  int usable_cores) {
   if (wanted == "inline") {
     return CpuStreamMode::Inline;
   }
   if (wanted == "worker") {
     return CpuStreamMode::Worker;
   }
-  return usable_cores >= local_ranks * (compute_threads + 1) ? CpuStreamMode::Worker : CpuStreamMode::Inline;
+  const bool core_to_spare = usable_cores >= local_ranks * (compute_threads + 1);
+  return !spins || core_to_spare ? CpuStreamMode::Worker : CpuStreamMode::Inline;
 }
 
 }  // namespace dc

@@ -71,8 +71,10 @@ enum class CpuStreamMode { Inline, Worker };
 // Inline runs work on the calling thread at once; Worker on a thread of its own. `name` is for error messages.
 std::shared_ptr<Stream> makeCpuStream(CpuStreamMode mode, std::string name);
 
-// The mode that DEEPCOMPILE_CPU_STREAM asks for. `auto` takes Worker where every rank of this host has a core to spare
-// beside its compute threads, else Inline: a worker that has to share the core of the compute thread only adds switches.
-CpuStreamMode chooseCpuStreamMode(const std::string& wanted, int local_ranks, int compute_threads, int usable_cores);
+// The mode that DEEPCOMPILE_CPU_STREAM asks for (benchmarks/streams.py measures the choice). `auto` takes Worker where the
+// communicator sleeps while it waits (`spins` is false): compute goes on meanwhile, even without a core to spare. Where it
+// spins, a worker needs a core of its own beside the compute threads of every rank on this host; else Inline.
+CpuStreamMode chooseCpuStreamMode(const std::string& wanted, bool spins, int local_ranks, int compute_threads,
+                                  int usable_cores);
 
 }  // namespace dc

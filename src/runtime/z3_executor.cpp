@@ -46,13 +46,23 @@ void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
   }
 }
 
+namespace {
+
+// A tensor as handOut makes it in debug mode: with a storage that has no memory.
+bool isGuard(const at::Tensor& tensor) {
+  return !gatherKeyOf(tensor) &&
+         tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
+}
+
+}  // namespace
+
 // Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the tensor
 // cannot be read until waitAllgather puts the storage under it.
 at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
   at::Tensor out = aliasOf(copy.tensor);
   if (context_->config.debug && !copy.waited) {
     const auto key = *gatherKeyOf(copy.tensor);
-    auto guard = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+    auto guard = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), copy.tensor.storage().nbytes(),
                                                        c10::DataPtr(nullptr, out.device()), nullptr, false);
     guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(),
                                 " is read before wait_allgather (graph ", graph_id_, ", ", place(), ")"));
@@ -200,7 +210,7 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
       copy.ready = Event();
       copy.waited = true;
     }
-    if (context_->config.debug && v.numel() > 0 && v.sizes() == copy.tensor.sizes() && !gatherKeyOf(v)) {
+    if (context_->config.debug && isGuard(v) && v.sizes() == copy.tensor.sizes()) {
       v.unsafeGetTensorImpl()->set_storage_keep_dtype(copy.tensor.storage());
     }
   }

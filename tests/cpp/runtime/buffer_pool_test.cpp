@@ -47,6 +47,8 @@ class CountingAllocator final : public c10::Allocator {
 
 class BufferPoolTest : public ::testing::Test {
  protected:
+  BufferPoolTest() { pool_.setLimit(0); }
+
   CountingAllocator allocator_;
   BufferPool pool_{&allocator_};
 };

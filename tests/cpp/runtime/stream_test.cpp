@@ -212,11 +212,15 @@ TEST(WorkerStream, DestructionDropsWorkThatHasNotStarted) {
   EXPECT_TRUE(watched.expired());
 }
 
-TEST(ChooseCpuStreamMode, AutoTakesAWorkerOnlyWhereEveryRankHasACoreToSpare) {
-  EXPECT_EQ(chooseCpuStreamMode("inline", 1, 1, 64), CpuStreamMode::Inline);
-  EXPECT_EQ(chooseCpuStreamMode("worker", 8, 8, 1), CpuStreamMode::Worker);
-  EXPECT_EQ(chooseCpuStreamMode("auto", 2, 3, 8), CpuStreamMode::Worker);
-  EXPECT_EQ(chooseCpuStreamMode("auto", 2, 3, 7), CpuStreamMode::Inline);
+TEST(ChooseCpuStreamMode, TheEnvironmentDecidesUnlessItSaysAuto) {
+  EXPECT_EQ(chooseCpuStreamMode("inline", false, 1, 1, 64), CpuStreamMode::Inline);
+  EXPECT_EQ(chooseCpuStreamMode("worker", true, 8, 8, 1), CpuStreamMode::Worker);
+}
+
+TEST(ChooseCpuStreamMode, AutoTakesAWorkerUnlessItWouldSpinOnACoreThatComputes) {
+  EXPECT_EQ(chooseCpuStreamMode("auto", false, 2, 3, 1), CpuStreamMode::Worker);
+  EXPECT_EQ(chooseCpuStreamMode("auto", true, 2, 3, 8), CpuStreamMode::Worker);
+  EXPECT_EQ(chooseCpuStreamMode("auto", true, 2, 3, 7), CpuStreamMode::Inline);
 }
 
 }  // namespace

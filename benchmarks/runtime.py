@@ -1,0 +1,134 @@
+"""What the operators cost the host, on one rank, called from Python: 200 parameters of 512 KiB.
+
+The bound is the copy itself: one read and one write of the parameter. Beside it stand a plain ``empty`` + ``copy_`` and
+PyTorch's functional collectives. Also: how long it takes to register 10,000 parameters and agree on them, and what a
+fused prefetch saves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from report import Report, arguments, interleaved
+
+from deepcompile import dc
+
+COUNT = 200
+ELEMENTS = 131_072  # 512 KiB of fp32
+ALLOWED_ABOVE_COPY = 6.0  # microseconds a parameter
+
+ops = torch.ops.dc
+
+
+def measure_operators(report: Report, rounds: int) -> None:
+    dc.init(None, {}, ELEMENTS * 8)
+    shards = [torch.randn(ELEMENTS) for _ in range(COUNT)]
+    buffers = [torch.zeros(ELEMENTS) for _ in range(COUNT)]
+    gradients = [torch.randn(ELEMENTS) for _ in range(COUNT)]
+    for index in range(COUNT):
+        dc.register_z3_param(index, [ELEMENTS], shards[index], buffers[index])
+    dc.register_graph_z3(0, list(range(COUNT)))
+    allgather, wait = ops.allgather_param.default, ops.wait_allgather.default
+    prefetch, release, reduce = (
+        ops.prefetch_params_fused.default,
+        ops.release_param.default,
+        ops.reduce_grad.default,
+    )
+    group = dist.group.WORLD
+    empty = torch.empty(0)
+
+    def gather_ours() -> None:
+        for index in range(COUNT):
+            whole = wait(allgather(shards[index], 0, index), 0, index)
+            release(whole, 0, index, 1)
+
+    def prefetch_ours() -> None:
+        for first in range(0, COUNT, 10):
+            ids = list(range(first, first + 10))
+            prefetch(0, [empty] * 10, ids)
+            for index in ids:
+                release(wait(allgather(shards[index], 0, index), 0, index), 0, index, 1)
+
+    def gather_copy() -> None:
+        for index in range(COUNT):
+            torch.empty(ELEMENTS).copy_(shards[index])
+
+    def gather_functional() -> None:
+        for index in range(COUNT):
+            functional.wait_tensor(functional.all_gather_tensor(shards[index], 0, group))
+
+    def reduce_ours() -> None:
+        dc.start_backward(True)
+        for index in range(COUNT):
+            reduce(gradients[index], 0, index)
+        ops.end_backward(0)
+
+    def reduce_copy() -> None:
+        for index in range(COUNT):
+            buffers[index].copy_(gradients[index])
+
+    def reduce_functional() -> None:
+        for index in range(COUNT):
+            functional.wait_tensor(functional.reduce_scatter_tensor(gradients[index], "sum", 0, group))
+
+    functions = (gather_ours, prefetch_ours, gather_copy, gather_functional, reduce_ours, reduce_copy, reduce_functional)
+    medians = interleaved({function.__name__: function for function in functions}, rounds)
+    per_parameter = {name: seconds / COUNT * 1e6 for name, seconds in medians.items()}
+    for ours, peers, case in (
+        ("gather_ours", ("gather_copy", "gather_functional"), "gather + wait + release"),
+        ("prefetch_ours", ("gather_copy", "gather_functional"), "the same, prefetched in tens"),
+        ("reduce_ours", ("reduce_copy", "reduce_functional"), "reduce"),
+    ):
+        for peer in peers:
+            name = "empty + copy_" if peer == "gather_copy" else "copy_" if peer == "reduce_copy" else "functional collective"
+            report.add(case, per_parameter[ours], "us/parameter", name, per_parameter[peer])
+        above = per_parameter[ours] - per_parameter[peers[0]]
+        report.add(f"{case}: above the copy", above, "us/parameter", "allowed", ALLOWED_ABOVE_COPY)
+        report.bar(f"{case}: {above:.2f} us above the copy, allowed {ALLOWED_ABOVE_COPY}", above <= ALLOWED_ABOVE_COPY)
+        report.bar(
+            f"{case}: less than half of the functional collective", per_parameter[ours] < per_parameter[peers[1]] / 2
+        )
+    dc.cleanup()
+
+
+def measure_registration(report: Report, count: int = 10_000) -> None:
+    shards = [torch.zeros(4) for _ in range(count)]
+    buffers = [torch.zeros(4) for _ in range(count)]
+    dc.init(None, {}, 1000)
+    begin = time.perf_counter()
+    for index in range(count):
+        dc.register_z3_param(index, [2, 2], shards[index], buffers[index], name=f"layer.{index}.weight")
+    dc.register_graph_z3(0, list(range(count)))
+    dc.start_forward()
+    took = time.perf_counter() - begin
+    dc.end_forward()
+    exchanges = dc.stats()["collectives"]["exchange"]
+    dc.cleanup()
+    report.add(f"register {count} parameters and agree ({exchanges} collective)", took, "s", "allowed", 2.0)
+    report.bar(f"registration took {took:.2f} s, allowed 2", took < 2)
+    report.bar(f"agreement took {exchanges} collectives, allowed 1", exchanges == 1)
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    report = Report("Host cost of the operators, one rank, one thread")
+    measure_operators(report, rounds=7 if options.quick else 31)
+    measure_registration(report)
+    status = report.finish(options.json)
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

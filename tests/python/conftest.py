@@ -1,0 +1,1 @@
+"""Shared fixtures. Tests run real processes (see harness.py)."""
