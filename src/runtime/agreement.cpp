@@ -37,6 +37,8 @@ std::string describeRegistration(const DSParamRegistry& registry,
     out << param.describe() << (param.isPartitioned() ? " sharded" : " whole");
     if (param.isPartitioned()) {
       out << " in " << param.getOwners()[0].size() << (param.trainable() ? ", trainable" : ", frozen");
+    } else if (!param.getGradBuffer().defined()) {
+      out << ", frozen";
     }
     out << ", reduced in " << param.getReduceDtype() << "\n";
   }
@@ -123,7 +125,7 @@ void learnOwners(Communicator& comm, DSParamRegistry& registry, const std::vecto
         covered = owners[r].end;
       }
     }
-    const bool frozen = covered == 0 && param.numel() > 0;
+    const bool frozen = !param.getGradBuffer().defined() || (covered == 0 && param.numel() > 0);
     check(frozen || (whole_covered && covered == param.numel()), [&] {
       std::ostringstream out;
       for (std::size_t r = 0; r < owners.size(); ++r) {

@@ -41,20 +41,27 @@ void BufferPool::setLimit(std::int64_t bytes) {
 
 void BufferPool::trim() {
   const std::lock_guard lock(mutex_);
-  idle_.clear();
-  idle_bytes_ = 0;
+  dropIdle(idle_bytes_);
 }
 
-// Largest first: few frees, and what is left is what small parameters can use.
 void BufferPool::makeRoom(std::int64_t bytes) {
   const std::int64_t allowed = std::max(limit_, std::max(most_live_, live_ + bytes));
-  while (!idle_.empty() && live_ + idle_bytes_ + bytes > allowed) {
-    const auto largest = std::prev(idle_.end());
-    if (largest->second.empty()) {
-      idle_.erase(largest);
-    } else {
-      idle_bytes_ -= largest->first;
-      largest->second.pop_back();
+  dropIdle(live_ + idle_bytes_ + bytes - allowed);
+}
+
+// Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still write
+// to stays: the allocator knows nothing of our events.
+void BufferPool::dropIdle(std::int64_t bytes) {
+  for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {
+    std::vector<Buffer>& buffers = size->second;
+    for (auto buffer = buffers.begin(); buffer != buffers.end() && bytes > 0;) {
+      if (buffer->free_after.passed()) {
+        bytes -= buffer->bytes;
+        idle_bytes_ -= buffer->bytes;
+        buffer = buffers.erase(buffer);
+      } else {
+        ++buffer;
+      }
     }
   }
 }

@@ -1,7 +1,8 @@
 // Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
 //
-// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks
-// the allocator for more it gives back what lies idle. The limit starts at an amount that no one misses.
+// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
+// allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept beyond that.
+// The limit starts at an amount that no one misses.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@ class BufferPool {
   // Bytes that may be held, in use and idle together, even where less was ever in use at once.
   void setLimit(std::int64_t bytes);
   static constexpr std::int64_t kInitialLimit = 16 << 20;
-  // Gives all idle memory back to the allocator.
+  // Gives the idle memory back to the allocator, except where work is in flight on it.
   void trim();
 
   std::int64_t live() const;    // bytes in use
@@ -46,6 +47,7 @@ class BufferPool {
 
  private:
   void makeRoom(std::int64_t bytes);
+  void dropIdle(std::int64_t bytes);
 
   c10::Allocator* const allocator_;
   mutable std::mutex mutex_;

@@ -47,10 +47,12 @@ const DSParam& CustomOpExecutor::member(std::int64_t ds_id) const {
 }
 
 void CustomOpExecutor::startBackward(bool update) {
-  if (param_registry_->updateFollowed()) {
+  // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
+  // in an update but never ended counts too.
+  if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
     has_acc_grad_.clear();
   }
-  param_registry_->setUpdateFollowed(update);
+  param_registry_->setUpdateFollowed(false);
   param_updated_ = update;
   implicit_ = false;
   openBackward();
@@ -313,12 +315,21 @@ void CustomOpExecutor::endBackward() {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   backward_open_ = false;
+  if (param_updated_) {
+    param_registry_->setUpdateFollowed(true);
+  }
   if (!communicates()) {
     return;
   }
   std::vector<ArrivedGradient> rest;
   if (comm_->size() > 1) {
     order_->finish(rest);
+  } else {
+    for (const std::int64_t id : order_->expected()) {
+      if (present_.count(id) == 0) {
+        rest.push_back({id, at::Tensor()});  // it may still have a gradient that was kept from earlier backwards
+      }
+    }
   }
   for (const ArrivedGradient& arrived : rest) {
     stage(arrived);
@@ -361,7 +372,9 @@ void CustomOpExecutor::learnOrder() {
   }
   const std::string agreed = comm_->exchangeAny(mine)[0];  // the reduce stream is idle: endBackward has waited for it
   std::vector<std::int64_t> order(agreed.size() / sizeof(std::int64_t));
-  std::memcpy(order.data(), agreed.data(), agreed.size());
+  if (!order.empty()) {  // a graph with nothing trainable
+    std::memcpy(order.data(), agreed.data(), agreed.size());
+  }
   order_->expect(std::move(order));
   order_learned_ = true;
 }

@@ -360,6 +360,9 @@ void Z3CustomOpExecutor::publishGradients() {
 
 void Z3CustomOpExecutor::offloadParameter(std::int64_t ds_id) {
   const DSParam& param = member(ds_id);
+  if (param.isOffloaded()) {
+    return;
+  }
   context_->await(gather_.stream->record());  // no gather may be reading it
   context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(param.getDSTensor().nbytes()),
                                             std::memory_order_relaxed);
