@@ -1,7 +1,7 @@
 """Communication channels of a runtime, opened beside the user's process group without touching it.
 
 Gathers and reductions each get a backend of their own, connected through the group's store under a prefix: ``new_group``
-would hang where the group is not the whole world. Backends that cannot be opened that way serve both, in one order.
+would hang where the group is not the whole world. Backends that cannot be opened that way serve all, in one order.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[Backend, Backend]:
-    """The backends for gathers and for reductions; the same object where the group's own must serve both."""
+def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[Backend, Backend, Backend]:
+    """The backends for gathers, reductions and agreements; the same object where the group's own must serve all."""
     name = group.group_name
     generation = _generations[name]
     _generations[name] += 1
     own = group._get_backend(torch.device("cpu"))
     if not isinstance(own, dist.ProcessGroupGloo):
-        return own, own
+        return own, own, own
     limit = datetime.timedelta(seconds=timeout)
 
     def open_one(purpose: str) -> Backend:
         store = PrefixStore(f"deepcompile/{name}/{generation}/{purpose}", group.get_group_store())
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=limit)
 
-    return open_one("gather"), open_one("reduce")
+    return open_one("gather"), open_one("reduce"), open_one("control")
 
 
 def ranks_on_this_host(group: dist.ProcessGroup) -> int:

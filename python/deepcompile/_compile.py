@@ -27,7 +27,7 @@ _ops = torch.ops.dc
 EFFECTS = (
     _ops.prefetch_params_fused.default,
     _ops.release_param.default,
-    _ops.release_param_traced.default,
+    _ops.release_param_.default,
     _ops.reduce_grad.default,
     _ops.free_tensors.default,
     _ops.offload_parameter.default,
@@ -47,7 +47,8 @@ ORDERED = (
 )
 
 
-_RELEASES = (_ops.release_param.default, _ops.release_param_traced.default)
+_COPIES = (_ops.offload_tensor.default, _ops.reload_tensor.default)
+_RELEASES = (_ops.release_param.default, _ops.release_param_.default)
 
 
 class _GraphOrder:
@@ -66,8 +67,8 @@ class _GraphOrder:
                 user.realize()
         for operation in graph.operations[self._seen_operations :]:
             outputs = [output.get_name() for output in operation.get_outputs()]
-            for name in operation.get_read_names():
-                self._readers.setdefault(name, []).extend(outputs)
+            for dependency in operation.get_read_writes().reads:
+                self._readers.setdefault(dependency.name, []).extend(outputs)
         self._seen_operations = len(graph.operations)
         return [reader for name in buffers for reader in self._readers.get(name, ())]
 
@@ -88,6 +89,10 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     after = [] if order.last_buffer is None else [order.last_buffer]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
+    elif op is _ops.free_tensors.default:
+        freed = {tensor.realize() or tensor.get_name() for tensor in bound["a"]}
+        after += order.readers(graph, freed)
+        graph.never_reuse_buffers.update(freed)
 
     first_new = len(graph.operations)
     result = fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -101,6 +106,9 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
+        elif op in _COPIES:
+            # The copy reads its source after this call has returned.
+            graph.never_reuse_buffers.update(dependency.name for dependency in operation.get_read_writes().reads)
     return result
 
 

@@ -24,12 +24,16 @@ class RegisteredShapes:
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
+        self._published = False
 
     def add(self, *facts: object) -> None:
         self._digest.update(repr(facts).encode())
+        if self._published:  # a graph was registered before its parameters
+            self.publish()
 
     def publish(self) -> None:
-        """To be called when the graphs of these parameters may be compiled from now on."""
+        """To be called when graphs of these parameters may be compiled from now on."""
+        self._published = True
         _shapes[id(self)] = self._digest.hexdigest()
         _set_tag()
 

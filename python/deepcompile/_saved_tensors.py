@@ -1,4 +1,9 @@
-"""What autograd saves in a forward: gathered parameters as their ids, so that a release in the forward is safe."""
+"""What autograd saves of a gathered parameter: its id, so that a release in the forward is safe.
+
+Switched on, for the calling thread, by ``start_forward`` and by every gather under autograd; off by ``end_forward`` and
+``end_backward``. While other default hooks are active (``torch.autograd.graph.saved_tensors_hooks``, checkpointing) ours are
+not: what those keep is theirs to keep.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +23,6 @@ def _unpack(saved: Any) -> torch.Tensor:
     return _C.unpack_parameter(saved) if isinstance(saved, _C.SavedParameter) else saved
 
 
-class SavedTensorHooks:
-    """On from ``start_forward`` to ``end_forward``. Both may be called again; the first one counts."""
-
-    def __init__(self) -> None:
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-
-    def enter(self) -> None:
-        if self._hooks is None:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-            self._hooks.__enter__()
-
-    def leave(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+_C.set_saved_tensor_hooks(_pack, _unpack)
+switch_on = _C.keep_gathered_as_ids
+switch_off = _C.stop_keeping_gathered_as_ids

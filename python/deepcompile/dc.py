@@ -46,11 +46,10 @@ class Runtime:
                 f"initial_reduce_bucket_size is {initial_reduce_bucket_size} elements; it must be at least 1"
             )
         group = _channels.resolve_group(process_group)
-        gather, reduce = _channels.open_channels(group, native_config.timeout)
+        channels = _channels.open_channels(group, native_config.timeout)
         self._native = _C.Runtime(
-            group, native_config, initial_reduce_bucket_size, gather, reduce, _channels.ranks_on_this_host(group)
+            group, native_config, initial_reduce_bucket_size, *channels, _channels.ranks_on_this_host(group)
         )
-        self._hooks = _saved_tensors.SavedTensorHooks()
         self._shapes = _compile_cache.RegisteredShapes()
         _open_runtimes.add(self)
 
@@ -109,10 +108,10 @@ class Runtime:
     def start_forward(self) -> None:
         """The first call proves, in one collective, that all ranks have registered the same."""
         self._native.start_forward()
-        self._hooks.enter()
+        _saved_tensors.switch_on()
 
     def end_forward(self) -> None:
-        self._hooks.leave()
+        _saved_tensors.switch_off()
         self._native.end_forward()
 
     def start_backward(self, update: bool) -> None:
@@ -128,7 +127,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Forgets all graphs and gathered parameters. The registered parameters stay."""
-        self._hooks.leave()
+        _saved_tensors.switch_off()
         self._native.reset()
 
     def invalidate_gathered_param(self, ds_id: int) -> None:
@@ -144,7 +143,7 @@ class Runtime:
 
     def cleanup(self) -> None:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
-        self._hooks.leave()
+        _saved_tensors.switch_off()
         self._native.close()
         self._shapes.withdraw()
         _open_runtimes.discard(self)

@@ -41,9 +41,11 @@ def _as_mapping(config: Mapping[str, Any] | object | None) -> Mapping[str, Any]:
         return config
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if hasattr(config, "__dict__"):
-        return {key: value for key, value in vars(config).items() if not key.startswith("_")}
-    raise TypeError(f"config must be a dict or an object with attributes, not {type(config).__name__}")
+    if isinstance(config, (str, bytes, int, float, list, tuple, set)):
+        raise TypeError(f"config must be a dict or an object with attributes, not {type(config).__name__}")
+    found = {key: getattr(config, key) for key in _FIELDS if hasattr(config, key)}  # of the instance or of its class
+    unknown = {key: value for key, value in getattr(config, "__dict__", {}).items() if not key.startswith("_")}
+    return unknown | found
 
 
 def _checked(key: str, value: Any) -> Any:
@@ -67,8 +69,8 @@ def make_config(config: Mapping[str, Any] | object | None) -> _C.Config:
     for key, field in _FIELDS.items():
         if key not in _as_mapping(config):
             setattr(native, key, field.default)
-    if native.timeout <= 0:
-        raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0")
+    if not 0 < native.timeout < 1e8:
+        raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0 and below 1e8")
     if native.free_activation_threshold < 0:
         raise ValueError(
             f"config key 'free_activation_threshold' is {native.free_activation_threshold}; it counts elements"

@@ -20,11 +20,13 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 // `gather` and `reduce` are the same object where the group's backend has to serve both.
 std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config, std::int64_t bucket_size,
-                                     const BackendPtr& gather, const BackendPtr& reduce, int local_ranks) {
+                                     const BackendPtr& gather, const BackendPtr& reduce, const BackendPtr& control,
+                                     int local_ranks) {
   auto context = std::make_shared<Context>(config, gather->getRank(), gather->getSize());
   Channels channels;
   channels.gather = makeC10dCommunicator(gather, context->traffic);
   channels.reduce = gather == reduce ? channels.gather : makeC10dCommunicator(reduce, context->traffic);
+  channels.control = gather == control ? channels.gather : makeC10dCommunicator(control, context->traffic);
   // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
   // so the runtime is destroyed without it, wherever the last reference goes.
   return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks),
@@ -106,7 +108,7 @@ void bindRuntime(py::module_& module) {
 
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&makeRuntime), py::arg("process_group"), py::arg("config"), py::arg("initial_reduce_bucket_size"),
-           py::arg("gather"), py::arg("reduce"), py::arg("local_ranks"))
+           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"))
       .def(
           "register_param",
           [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,

@@ -2,13 +2,16 @@
 #include <optional>
 #include <tuple>
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/bindings/bindings.h"
+#include "deepcompile/ops/saved_tensor_hooks.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/runtime.h"
@@ -29,7 +32,8 @@ struct SavedParameter {
 std::optional<SavedParameter> pack(const at::Tensor& tensor) {
   const auto key = gatherKeyOf(tensor);
   // A view as another dtype is not a view of the parameter's elements: leave it to autograd.
-  if (!key || tensor.scalar_type() != key->dtype) {
+  // Nor is one that was changed in place the parameter any more.
+  if (!key || tensor.scalar_type() != key->dtype || (!tensor.is_inference() && tensor._version() != 0)) {
     return std::nullopt;
   }
   return SavedParameter{*key, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()};
@@ -47,12 +51,51 @@ at::Tensor unpack(const SavedParameter& saved) {
   return parameter.as_strided(saved.sizes, saved.strides, saved.offset);
 }
 
+// The Python functions that pack and unpack; owned for the life of the process.
+PyObject* pack_hook = nullptr;
+PyObject* unpack_hook = nullptr;
+
+bool isOurs(const std::pair<c10::SafePyObject, c10::SafePyObject>& hooks) {
+  return hooks.first.ptr(getPyInterpreter()) == pack_hook;
+}
+
+void install() {
+  using Hooks = at::SavedTensorDefaultHooks;
+  if (!Hooks::get_tls_state().stack.empty() || !Hooks::is_enabled()) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  Py_INCREF(pack_hook);
+  Py_INCREF(unpack_hook);
+  Hooks::lazy_initialize();
+  Hooks::push_hooks(c10::SafePyObject(pack_hook, getPyInterpreter()),
+                    c10::SafePyObject(unpack_hook, getPyInterpreter()));
+}
+
+void uninstall() {
+  using Hooks = at::SavedTensorDefaultHooks;
+  const auto& stack = Hooks::get_tls_state().stack;
+  if (!stack.empty() && isOurs(stack.top())) {
+    Hooks::pop_hooks();
+  }
+}
+
 }  // namespace
 
 void bindSavedTensors(py::module_& module) {
   py::class_<SavedParameter>(module, "SavedParameter");
   module.def("pack_parameter", &pack, "None for a tensor that is not a gathered parameter.");
   module.def("unpack_parameter", &unpack, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "set_saved_tensor_hooks",
+      [](const py::object& pack, const py::object& unpack) {
+        pack_hook = py::object(pack).release().ptr();
+        unpack_hook = py::object(unpack).release().ptr();
+        ops::savedTensorHooks() = {&install, &uninstall};
+      },
+      py::arg("pack"), py::arg("unpack"));
+  module.def("keep_gathered_as_ids", &install, py::call_guard<py::gil_scoped_release>());
+  module.def("stop_keeping_gathered_as_ids", &uninstall, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace dc

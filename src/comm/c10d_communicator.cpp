@@ -1,6 +1,7 @@
 #include "deepcompile/comm/c10d_communicator.h"
 
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -16,6 +17,9 @@ at::Tensor asBytes(const at::Tensor& tensor) { return tensor.view(at::kByte); }
 at::Tensor bytesLike(const at::Tensor& tensor, std::int64_t count) {
   return at::empty({count}, tensor.options().dtype(at::kByte).requires_grad(false));
 }
+
+// Wide enough to keep what follows aligned for every dtype.
+constexpr std::int64_t kTagBytes = 16;
 
 class C10dCommunicator final : public Communicator {
  public:
@@ -57,37 +61,44 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
-  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size.
-  // (Gloo's own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.)
-  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) override {
-    std::vector<std::int64_t> to_rank(size(), 0);
-    for (const ReducePart& part : parts) {
-      for (int r = 0; r < size(); ++r) {
-        to_rank[r] += part.owners[r].size();
-      }
-    }
-    const std::int64_t own = to_rank[rank()];
-    std::int64_t total = 0;
-    for (const std::int64_t count : to_rank) {
-      total += count;
-    }
-    if (total == 0) {
+  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size. (Gloo's
+  // own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.) Behind each slice travels the tag.
+  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {
+    if (parts.empty()) {
       return;
     }
-    const auto options = parts[0].send.options().requires_grad(false);
-    const at::Tensor packed = at::empty({total}, options);
-    std::int64_t offset = 0;
-    for (int r = 0; r < size(); ++r) {
-      for (const ReducePart& part : parts) {
-        const std::int64_t count = part.owners[r].size();
-        packed.narrow(0, offset, count).copy_(part.send.narrow(0, part.owners[r].begin, count));
-        offset += count;
+    const auto width = static_cast<std::int64_t>(parts[0].send.element_size());
+    std::vector<std::int64_t> to_rank(size(), kTagBytes);
+    for (const ReducePart& part : parts) {
+      for (int r = 0; r < size(); ++r) {
+        to_rank[r] += part.owners[r].size() * width;
       }
     }
-    const at::Tensor received = at::empty({size() * own}, options);
+    const at::Tensor packed = bytesLike(parts[0].send, std::accumulate(to_rank.begin(), to_rank.end(), std::int64_t{0}));
+    std::int64_t offset = 0;
+    const auto put = [&](const at::Tensor& bytes) {
+      packed.narrow(0, offset, bytes.numel()).copy_(bytes);
+      offset += bytes.numel();
+    };
+    const at::Tensor tag_bytes = at::zeros({kTagBytes}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(tag_bytes.mutable_data_ptr(), &tag, sizeof(tag));
+    for (int r = 0; r < size(); ++r) {
+      for (const ReducePart& part : parts) {
+        put(asBytes(part.send.narrow(0, part.owners[r].begin, part.owners[r].size())));
+      }
+      put(tag_bytes);
+    }
+    const std::int64_t own = to_rank[rank()];
+    const at::Tensor received = bytesLike(packed, size() * own);
     exchangeSlices(received, packed, own, to_rank);
 
-    const at::Tensor sum = sumInRankOrder(received.view({size(), own}), op == ReduceOp::Average);
+    const at::Tensor rows = received.view({size(), own});
+    checkTags(rows.narrow(1, own - kTagBytes, kTagBytes), tag);
+    if (own == kTagBytes) {
+      return;
+    }
+    const at::Tensor slices = rows.narrow(1, 0, own - kTagBytes).view(parts[0].send.scalar_type());
+    const at::Tensor sum = sumInRankOrder(slices, op == ReduceOp::Average);
     offset = 0;
     for (const ReducePart& part : parts) {
       part.receive.copy_(sum.narrow(0, offset, part.receive.numel()));
@@ -144,19 +155,24 @@ class C10dCommunicator final : public Communicator {
     complete(backend_->_allgather_base(full, shard, options));
   }
 
-  void exchangeSlices(const at::Tensor& received, const at::Tensor& packed, std::int64_t own,
-                      const std::vector<std::int64_t>& to_rank) {
-    const auto width = static_cast<std::int64_t>(packed.element_size());
-    std::vector<std::int64_t> output_splits(size(), own * width);
-    std::vector<std::int64_t> input_splits;
-    for (const std::int64_t count : to_rank) {
-      input_splits.push_back(count * width);
-    }
-    at::Tensor output = asBytes(received);
-    at::Tensor input = asBytes(packed);
+  // Rank r gets `to_rank[r]` bytes of `packed`; `own` bytes come from every rank.
+  void exchangeSlices(at::Tensor received, at::Tensor packed, std::int64_t own, std::vector<std::int64_t> to_rank) {
+    std::vector<std::int64_t> from_rank(size(), own);
     c10d::AllToAllOptions options;
     options.timeout = limit();
-    complete(backend_->alltoall_base(output, input, output_splits, input_splits, options));
+    complete(backend_->alltoall_base(received, packed, from_rank, to_rank, options));
+  }
+
+  void checkTags(const at::Tensor& rows, std::uint64_t tag) const {
+    const at::Tensor tags = rows.to(at::kCPU).contiguous();
+    for (int r = 0; r < size(); ++r) {
+      std::uint64_t other = 0;
+      std::memcpy(&other, static_cast<const char*>(tags.const_data_ptr()) + r * kTagBytes, sizeof(other));
+      check(other == tag, [&] {
+        return concat("rank ", r, " reduces other parameters than rank ", rank(),
+                      " at this point; debug mode says which");
+      });
+    }
   }
 
   std::chrono::milliseconds limit() const {

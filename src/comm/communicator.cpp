@@ -27,7 +27,7 @@ void Communicator::allGather(std::span<const GatherPart> parts) {
   traffic_->count(Collective::AllGather, sent);
 }
 
-void Communicator::reduceScatter(std::span<const ReducePart> parts, ReduceOp op) {
+void Communicator::reduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) {
   std::int64_t sent = 0;
   for (const ReducePart& part : parts) {
     check(part.owners.size() == static_cast<std::size_t>(size_),
@@ -45,7 +45,7 @@ void Communicator::reduceScatter(std::span<const ReducePart> parts, ReduceOp op)
     });
     sent -= own * static_cast<std::int64_t>(part.send.element_size());
   }
-  doReduceScatter(parts, op);
+  doReduceScatter(parts, op, tag);
   traffic_->count(Collective::ReduceScatter, sent);
 }
 

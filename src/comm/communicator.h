@@ -58,7 +58,9 @@ class Communicator {
   double timeout() const { return timeout_seconds_; }
 
   void allGather(std::span<const GatherPart> parts);
-  void reduceScatter(std::span<const ReducePart> parts, ReduceOp op);
+  // `tag` says what is being reduced; ranks that come with different ones are an error on all of them where the sizes let
+  // it be noticed.
+  void reduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag = 0);
   void allReduce(const at::Tensor& tensor, ReduceOp op);
   void broadcast(const at::Tensor& tensor, int root);
   void barrier();
@@ -76,7 +78,7 @@ class Communicator {
 
  protected:
   virtual void doAllGather(std::span<const GatherPart> parts) = 0;
-  virtual void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) = 0;
+  virtual void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) = 0;
   virtual void doAllReduce(const at::Tensor& tensor, ReduceOp op) = 0;
   virtual void doBroadcast(const at::Tensor& tensor, int root) = 0;
   virtual void doBarrier() = 0;

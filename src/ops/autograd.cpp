@@ -11,6 +11,7 @@
 #include "deepcompile/base/error.h"
 #include "deepcompile/ops/end_of_backward.h"
 #include "deepcompile/ops/kernels.h"
+#include "deepcompile/ops/saved_tensor_hooks.h"
 
 namespace dc::ops {
 namespace {
@@ -49,7 +50,10 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
       return concat("backward of allgather_param (id ", context->saved_data["id"].toInt(),
                     ") with create_graph=True: gradients of sharded parameters cannot be differentiated again");
     });
-    if (grads[0].defined()) {
+    if (grads[0].defined() && isPlain(grads[0])) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
+    } else if (grads[0].defined()) {
       static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
       op.call(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
     }
@@ -59,6 +63,9 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
 
 at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
                                   std::optional<at::ScalarType> dtype) {
+  if (at::GradMode::is_enabled() && isPlain(a)) {
+    keepGatheredAsIds();  // also of a frozen one, whose value the gradients of others need
+  }
   if (a.requires_grad() && at::GradMode::is_enabled()) {
     return AllgatherParam::apply(a, graph_id, id, dtype);
   }
@@ -115,7 +122,7 @@ at::Tensor releaseParamAutograd(const at::Tensor& a, std::int64_t graph_id, std:
 }
 at::Tensor releaseParamTracedAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
                                       std::int64_t n_users) {
-  return sameTensor("dc::release_param_traced", releaseParamTraced, a, graph_id, id, n_users);
+  return sameTensor("dc::release_param_", releaseParamTraced, a, graph_id, id, n_users);
 }
 at::Tensor waitOffloadAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
   return sameTensor("dc::wait_offload", waitOffload, a, graph_id, id);
@@ -142,6 +149,13 @@ at::Tensor reduceGradAutograd(const at::Tensor& a, std::int64_t graph_id, std::i
 
 }  // namespace
 
+SavedTensorHooks& savedTensorHooks() {
+  static SavedTensorHooks hooks;
+  return hooks;
+}
+
+std::int64_t currentAutogradTask() { return torch::autograd::get_current_graph_task_id(); }
+
 void endWithAutograd(std::int64_t graph_id) {
   if (torch::autograd::get_current_graph_task_id() < 0) {
     return;
@@ -166,7 +180,7 @@ TORCH_LIBRARY_IMPL(dc, Autograd, m) {
   m.impl("allgather_param", allgatherParamAutograd);
   m.impl("wait_allgather", waitAllgatherAutograd);
   m.impl("release_param", releaseParamAutograd);
-  m.impl("release_param_traced", releaseParamTracedAutograd);
+  m.impl("release_param_", releaseParamTracedAutograd);
   m.impl("wait_offload", waitOffloadAutograd);
   m.impl("wait_reload", waitReloadAutograd);
   m.impl("offload_tensor", offloadTensorAutograd);

@@ -9,4 +9,7 @@ namespace dc::ops {
 // caller then ends it with the operator end_backward.
 void endWithAutograd(std::int64_t graph_id);
 
+// The number of the autograd run that this thread is in; below 0 outside of one.
+std::int64_t currentAutogradTask();
+
 }  // namespace dc::ops

@@ -5,6 +5,7 @@
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/ops/end_of_backward.h"
+#include "deepcompile/ops/saved_tensor_hooks.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/runtime.h"
@@ -66,6 +67,7 @@ void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t i
 
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
   const Locked locked(graph_id);
+  locked.executor().noteAutogradTask(currentAutogradTask());
   at::Tensor result = locked.executor().reduceGrad(a, id);
   if (locked.executor().backwardImplicit() && locked.executor().backwardOpen()) {
     endWithAutograd(graph_id);
@@ -74,8 +76,8 @@ at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t i
 }
 
 void freeTensors(at::TensorList tensors) {
-  const auto runtime = defaultRuntime();
-  check(runtime != nullptr, "free_tensors: no runtime; call dc.init first");
+  const auto runtime = defaultRuntime();  // the operator names no graph
+  check(runtime != nullptr, "free_tensors: no default runtime; call dc.init first");
   if (runtime->isProfiling()) {
     return;
   }
@@ -115,6 +117,19 @@ void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) 
   Locked(graph_id).z3("reload_parameter").reloadParameter(id);
 }
 
-void endBackward(std::int64_t graph_id) { Locked(graph_id).executor().endBackward(); }
+at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  {
+    const Locked locked(graph_id);
+    locked.z3("reduce_grad").allowReduction(id);
+  }
+  return reduceGrad(a, graph_id, id);
+}
+
+void endBackward(std::int64_t graph_id) {
+  const Locked locked(graph_id);
+  locked.executor().endBackward();
+  locked.graph().runtime->setTimeouts();
+  stopKeepingGatheredAsIds();
+}
 
 }  // namespace dc::ops

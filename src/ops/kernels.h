@@ -18,6 +18,8 @@ void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 void releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
+// The same, called by the backward of the gather itself.
+at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void freeTensors(at::TensorList a);
 at::Tensor offloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 at::Tensor reloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);

@@ -40,11 +40,18 @@ std::string describeRegistration(const DSParamRegistry& registry,
     } else if (!param.getGradBuffer().defined()) {
       out << ", frozen";
     }
-    out << ", reduced in " << param.getReduceDtype() << "\n";
+    out << (param.isPersistent() ? ", persistent" : "") << ", reduced in " << param.getReduceDtype() << "\n";
   }
   const std::map<std::int64_t, std::shared_ptr<CustomOpExecutor>> sorted(graphs.begin(), graphs.end());
   for (const auto& [graph_id, executor] : sorted) {
-    out << "graph " << graph_id << " with parameters [" << join_as_str(executor->getIds(), ", ") << "]\n";
+    out << "graph " << graph_id << " of " << executor->stageName() << " with parameters ["
+        << join_as_str(executor->getIds(), ", ") << "]";
+    for (const std::int64_t id : executor->getIds()) {
+      if (!registry.hasParam(id)) {
+        out << ", of which " << id << " is not registered";
+      }
+    }
+    out << "\n";
   }
   return out.str();
 }
@@ -142,8 +149,9 @@ void learnOwners(Communicator& comm, DSParamRegistry& registry, const std::vecto
 }  // namespace
 
 void agreeOnRegistration(Communicator& comm, DSParamRegistry& registry,
-                         const std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>>& graphs) {
-  const std::string mine = describeRegistration(registry, graphs);
+                         const std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>>& graphs,
+                         const std::string& facts) {
+  const std::string mine = facts + describeRegistration(registry, graphs);
   const auto hashes = comm.exchange(hash(mine));
   if (std::any_of(hashes.begin(), hashes.end(), [&](const std::string& other) { return other != hashes[0]; })) {
     fail("the ranks have registered different parameters or graphs:", accountOfDifferences(comm.exchangeAny(mine)));

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,6 +24,7 @@ class Context {
   const int rank;
   const int size;
   const std::string place;  // "rank 1 of 3", for messages
+  const std::uint64_t generation = next_generation.fetch_add(1);  // unique in the process
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
   Stats stats;
 
@@ -33,6 +36,8 @@ class Context {
   // Set when the first step has ended.
   std::atomic<bool> warm{false};
 
+  static inline std::atomic<std::uint64_t> next_generation{1};
+
   double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
 
@@ -43,7 +48,8 @@ class Context {
     }
     const auto start = Clock::now();
     stats.waits.fetch_add(1, std::memory_order_relaxed);
-    event.wait(deadline());
+    // The operation's own deadline is to come first, because it can say more.
+    event.wait(deadline() + std::chrono::seconds(10));
     stats.wait_nanoseconds.fetch_add(std::chrono::nanoseconds(Clock::now() - start).count(), std::memory_order_relaxed);
   }
 };

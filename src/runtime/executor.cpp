@@ -1,6 +1,8 @@
 #include "deepcompile/runtime/executor.h"
 
+#include <algorithm>
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -46,19 +48,35 @@ const DSParam& CustomOpExecutor::member(std::int64_t ds_id) const {
   return param_registry_->getParam(ds_id);
 }
 
-void CustomOpExecutor::startBackward(bool update) {
+void CustomOpExecutor::startBackward(bool update) { openBackward(update); }
+
+// Whatever a backward left behind that never ended is dropped.
+void CustomOpExecutor::abandonBackward() {
+  if (!backward_open_) {
+    return;
+  }
+  reduce_tasks_.clear();
+  reduce_buckets_->forget(this);
+  backward_open_ = false;
+}
+
+void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
+  if (backward_open_ && implicit_ && task != autograd_task_) {
+    abandonBackward();  // the backward that opened it ended in an error
+  }
+  autograd_task_ = task;
+}
+
+void CustomOpExecutor::openBackward(bool update) {
   // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
   // in an update but never ended counts too.
   if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
     has_acc_grad_.clear();
   }
+  abandonBackward();
   param_registry_->setUpdateFollowed(false);
   param_updated_ = update;
   implicit_ = false;
-  openBackward();
-}
-
-void CustomOpExecutor::openBackward() {
   if (!order_) {
     std::vector<std::int64_t> reversed;
     for (auto id = ds_ids_.rbegin(); id != ds_ids_.rend(); ++id) {
@@ -102,9 +120,12 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   if (context_->profiling) {
     return result;
   }
+  if (grad_tensor.layout() != at::kStrided) {
+    grad_tensor = grad_tensor.to_dense();
+  }
   if (!backward_open_) {
     // No start_backward: the plain loop, where a step follows unless the user keeps the gradients (noteAccumulation).
-    startBackward(true);
+    openBackward(true);
     implicit_ = true;
   }
   if (!communicates()) {
@@ -113,16 +134,18 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   }
   if (comm_->size() == 1) {
     // Nothing to agree on with other ranks, so nothing to order.
-    stage({ds_id, std::move(grad_tensor)});
+    enter({ds_id, std::move(grad_tensor)});
     return result;
   }
   std::vector<ArrivedGradient> ready;
-  order_->arrive(ds_id, std::move(grad_tensor), ready);
-  if (order_->parked()) {
+  if (!order_->goesNow(ds_id)) {
+    // The caller may use the gradient's memory for something else once this call returns.
+    grad_tensor = grad_tensor.clone();
     context_->stats.gradients_parked.fetch_add(1, std::memory_order_relaxed);
   }
+  order_->arrive(ds_id, std::move(grad_tensor), ready);
   for (const ArrivedGradient& arrived : ready) {
-    stage(arrived);
+    enter(arrived);
   }
   return result;
 }
@@ -138,8 +161,8 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
     // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
     const at::Tensor& kept = param.getDSTensor().grad();
     if (kept.defined()) {
-      if (!kept.is_alias_of(param.getGradBuffer())) {
-        param.getGradBuffer().copy_(kept.reshape({-1}));
+      if (!kept.is_alias_of(param.getGradBuffer()) && !param.isPublished(kept)) {
+        param.getFlatGradBuffer().copy_(kept.reshape({-1}));
       }
       add = true;
     }
@@ -150,7 +173,7 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
 
 // The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its
 // contents.
-void CustomOpExecutor::stage(const ArrivedGradient& arrived) {
+void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   const DSParam& param = param_registry_->getParam(arrived.id);
   const at::Tensor grad = withLocal(param, arrived.grad);
   if (grad.defined()) {
@@ -161,16 +184,17 @@ void CustomOpExecutor::stage(const ArrivedGradient& arrived) {
   }
   if (comm_->size() == 1) {
     // This rank owns everything: straight into the gradient buffer.
+    const bool add = noteAccumulation(param);
+    const at::Tensor& buffer = param.getFlatGradBuffer();
     if (!grad.defined()) {
       without_gradient_.insert(arrived.id);
-      return;
-    }
-    const bool add = noteAccumulation(param);
-    const at::Tensor flat = grad.reshape({-1});
-    if (add) {
-      param.getGradBuffer().add_(flat);
+      if (!add) {
+        buffer.zero_();
+      }
+    } else if (add) {
+      buffer.add_(grad.reshape({-1}));
     } else {
-      param.getGradBuffer().copy_(flat);
+      buffer.copy_(grad.reshape({-1}));
     }
     return;
   }
@@ -249,15 +273,17 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   const int rank = comm_->rank();
   const auto count = static_cast<std::int64_t>(tasks.size());
   const auto options = tasks[0].getSendBuf().options();
-  const at::Tensor presence = at::ones({comm_->size(), count}, options);
+  // One more column: whether this rank has gradients beyond the expected ones (reduceSurplus).
+  const at::Tensor presence = at::ones({comm_->size(), count + 1}, options);
+  presence.select(1, count).fill_(order_ && order_->hasSurplus() ? 1 : 0);
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
     const auto& owners = param.getOwners();
     const bool add = noteAccumulation(param);
-    const at::Tensor& buffer = param.getGradBuffer();
+    const at::Tensor& buffer = param.getFlatGradBuffer();
     const bool in_place = !add && buffer.scalar_type() == scalar_type;
-    const at::Tensor received = in_place ? buffer.view({-1}) : at::empty({owners[rank].size()}, options);
+    const at::Tensor received = in_place ? buffer : at::empty({owners[rank].size()}, options);
     if (!in_place) {
       accumulations.push_back({buffer, received, add});
     }
@@ -270,20 +296,24 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   }
   std::vector<Slice> presence_owners;
   for (int r = 0; r < comm_->size(); ++r) {
-    presence_owners.push_back({r * count, (r + 1) * count});
+    presence_owners.push_back({r * (count + 1), (r + 1) * (count + 1)});
   }
-  const at::Tensor counts = at::empty({count}, options);
+  const at::Tensor counts = at::empty({count + 1}, options);
   parts.push_back({presence.view({-1}), std::move(presence_owners), counts});
 
+  std::uint64_t tag = static_cast<std::uint64_t>(scalar_type) + 1;
+  for (const std::int64_t id : ids) {
+    tag = tag * 0x100000001b3ULL + static_cast<std::uint64_t>(id) + 1;
+  }
   const std::string what = concat("reducing the gradients of ", ids.size(), " parameters (ids ",
                                   join_as_str(ids, ", ", 100), ", ", scalar_type, ") on ", place());
   runDetached(
       *rs_stream_, [what] { return what; },
-      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(),
+      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(), tag,
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
         agreeOnCollective(*comm, signature);
-        comm->reduceScatter(parts, op);
+        comm->reduceScatter(parts, op, tag);
         for (const Accumulation& a : accumulations) {
           if (a.add) {
             a.buffer.add_(a.received);
@@ -292,6 +322,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
           }
         }
       });
+  last_presence_ = counts;
   if (lacking) {
     presence_.push_back({std::move(ids), counts});
   }
@@ -310,7 +341,11 @@ void CustomOpExecutor::flushAllReduceBuckets() {
 }
 
 void CustomOpExecutor::endBackward() {
-  if (!backward_open_ || context_->profiling) {
+  if (!backward_open_) {
+    return;
+  }
+  if (context_->profiling) {
+    abandonBackward();
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -332,15 +367,61 @@ void CustomOpExecutor::endBackward() {
     }
   }
   for (const ArrivedGradient& arrived : rest) {
-    stage(arrived);
+    enter(arrived);
   }
+  last_presence_ = at::Tensor();
   flushAllReduceBuckets();
   context_->await(rs_stream_->record());
+  if (comm_->size() > 1) {
+    reduceSurplus();
+  }
   readPresence();
   if (!order_learned_ && comm_->size() > 1) {
     learnOrder();
   }
   context_->warm = true;
+}
+
+// Gradients beyond those that all ranks expect: some ranks may have them and others not. That there are any at all was
+// said with the last bucket; only then do the ranks tell each other which. The reduce stream is idle.
+void CustomOpExecutor::reduceSurplus() {
+  std::vector<ArrivedGradient> surplus = order_->takeSurplus();
+  bool any = false;
+  if (last_presence_.defined()) {
+    any = last_presence_[last_presence_.numel() - 1].item<double>() > 0;
+  } else {
+    for (const std::string& other : comm_->exchange(std::string(1, surplus.empty() ? 'n' : 'y'))) {
+      any = any || other == "y";
+    }
+  }
+  if (!any) {
+    return;
+  }
+  std::vector<std::int64_t> mine;
+  std::map<std::int64_t, std::vector<at::Tensor>> gradients;
+  for (ArrivedGradient& arrived : surplus) {
+    mine.push_back(arrived.id);
+    gradients[arrived.id].push_back(std::move(arrived.grad));
+  }
+  std::map<std::int64_t, std::size_t> most;
+  const std::string bytes(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(std::int64_t));
+  for (const std::string& other : comm_->exchangeAny(bytes)) {
+    std::map<std::int64_t, std::size_t> counts;
+    for (std::size_t i = 0; i < other.size(); i += sizeof(std::int64_t)) {
+      std::int64_t id = 0;
+      std::memcpy(&id, other.data() + i, sizeof(id));
+      most[id] = std::max(most[id], ++counts[id]);
+    }
+  }
+  for (const auto& [id, count] : most) {
+    std::vector<at::Tensor>& own = gradients[id];
+    own.resize(count);
+    for (at::Tensor& gradient : own) {
+      enter({id, std::move(gradient)});
+    }
+  }
+  flushAllReduceBuckets();
+  context_->await(rs_stream_->record());
 }
 
 void CustomOpExecutor::readPresence() {

@@ -51,12 +51,17 @@ class CustomOpExecutor {
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
 
+  // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given up.
+  void noteAutogradTask(std::int64_t task);
+
   bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }
   const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
   // True between startBackward (or the first gradient) and endBackward.
   bool backwardOpen() const { return backward_open_; }
   // True when the open backward was opened by a gradient and not by startBackward.
   bool backwardImplicit() const { return implicit_; }
+  // "ZeRO-3" and so on: what the ranks must agree on.
+  virtual const char* stageName() const { return "an executor of its own"; }
   // Parameters that no rank had a gradient for in the last backward.
   const std::unordered_set<std::int64_t>& withoutGradient() const { return without_gradient_; }
 
@@ -103,8 +108,10 @@ class CustomOpExecutor {
   std::shared_ptr<Context> context_;
 
  private:
-  void openBackward();
-  void stage(const ArrivedGradient& arrived);
+  void openBackward(bool update);
+  void abandonBackward();
+  void reduceSurplus();
+  void enter(const ArrivedGradient& arrived);
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
   bool noteAccumulation(const DSParam& param);
   void checkGradient(const DSParam& param, const at::Tensor& grad) const;
@@ -122,8 +129,10 @@ class CustomOpExecutor {
   bool order_learned_ = false;
   bool backward_open_ = false;
   bool implicit_ = false;
+  std::int64_t autograd_task_ = -1;
   std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;
+  at::Tensor last_presence_;  // of the bucket that was flushed last
   std::unordered_set<std::int64_t> without_gradient_;
 };
 

@@ -20,7 +20,8 @@ struct GatherKey {
   std::int64_t graph_id = 0;
   std::int64_t id = 0;
   at::ScalarType dtype = at::kFloat;
-  std::uint32_t version = 0;  // of the shard, when it was gathered
+  std::uint32_t version = 0;     // of the shard, when it was gathered
+  std::uint64_t generation = 0;  // of the runtime: ids mean something else in the next one
 };
 
 // The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last

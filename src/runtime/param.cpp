@@ -25,6 +25,9 @@ DSParam::DSParam(std::int64_t id, std::vector<std::int64_t> ds_shape, at::Tensor
       persistent_(persistent),
       trainable_(grad_buffer_.defined() && (grad_buffer_.numel() > 0 || numel_ == 0 || !partitioned)),
       reduce_dtype_(grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_) {
+  if (grad_buffer_.defined()) {
+    flat_grad_buffer_ = grad_buffer_.view({-1});
+  }
   setName("");
 }
 
@@ -33,6 +36,16 @@ void DSParam::setName(std::string name) {
   const std::string quoted = name_.empty() ? "" : " '" + name_ + "'";
   label_ = std::make_shared<const std::string>(
       concat("parameter", quoted, " (id ", id_, ", shape [", join_as_str(shape_, ", "), "], ", dtype_, ")"));
+}
+
+void DSParam::notePublished(const at::Tensor& gradient) {
+  published_ = c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr());
+  published_version_ = gradient._version();
+}
+
+bool DSParam::isPublished(const at::Tensor& gradient) const {
+  return published_._unsafe_get_target() == gradient.unsafeGetTensorImpl() && !published_.expired() &&
+         published_version_ == gradient._version();
 }
 
 void DSParam::setOffloadStreams(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, double timeout) {

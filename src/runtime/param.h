@@ -28,6 +28,8 @@ class DSParam {
   // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
   const at::Tensor& getDSTensor() const;
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
+  // The same memory with one dimension.
+  const at::Tensor& getFlatGradBuffer() const { return flat_grad_buffer_; }
   bool isPartitioned() const { return partitioned_; }
   std::int64_t getOffset() const { return offset_; }
   bool isPersistent() const { return persistent_; }
@@ -43,7 +45,14 @@ class DSParam {
   bool trainable() const { return trainable_; }
   // The dtype in which gradients travel and are summed. One rule: that of `grad_buffer`, unless set at registration.
   at::ScalarType getReduceDtype() const { return reduce_dtype_; }
+  // The dtype in which gradients add up over backwards.
+  at::ScalarType getAccumulationDtype() const { return grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_; }
   void setReduceDtype(at::ScalarType dtype) { reduce_dtype_ = dtype; }
+
+  // The gradient that was last shown to the user as shard.grad, where it is a cast of the gradient buffer.
+  void notePublished(const at::Tensor& gradient);
+  // True when `gradient` is that one, unchanged: the buffer holds the same in more bits.
+  bool isPublished(const at::Tensor& gradient) const;
 
   const std::string& getName() const { return name_; }
   void setName(std::string name);
@@ -82,6 +91,7 @@ class DSParam {
   at::Tensor ds_tensor_;
   at::ScalarType dtype_;
   at::Tensor grad_buffer_;
+  at::Tensor flat_grad_buffer_;
   bool partitioned_;
   std::int64_t offset_;
   bool persistent_;
@@ -90,6 +100,8 @@ class DSParam {
   std::string name_;
   std::shared_ptr<const std::string> label_;
   std::vector<Slice> owners_;
+  c10::weak_intrusive_ptr<c10::TensorImpl> published_{c10::intrusive_ptr<c10::TensorImpl>()};
+  std::int64_t published_version_ = 0;
   mutable std::shared_ptr<Offload> offload_;  // made at first use
 };
 

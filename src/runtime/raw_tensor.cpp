@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
@@ -10,6 +11,8 @@ namespace dc {
 
 at::Tensor tensorOver(c10::DataPtr data, std::int64_t bytes, at::IntArrayRef sizes, at::ScalarType dtype,
                       at::Device device) {
+  // Whoever gathers first may do so for inference; the copy must serve a training step as well.
+  const c10::InferenceMode not_for_inference(false);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
                                                        /*allocator=*/nullptr, /*resizable=*/false);
   const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
@@ -20,6 +23,7 @@ at::Tensor tensorOver(c10::DataPtr data, std::int64_t bytes, at::IntArrayRef siz
 }
 
 at::Tensor aliasOf(const at::Tensor& tensor) {
+  const c10::InferenceMode not_for_inference(false);
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
                                                                           /*allow_tensor_metadata_change=*/true));
 }

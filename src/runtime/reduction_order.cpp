@@ -20,7 +20,16 @@ void ReductionOrder::begin() {
   next_ = 0;
   surplus_.clear();
   arrivals_.clear();
-  parked_ = false;
+}
+
+bool ReductionOrder::goesNow(std::int64_t id) const {
+  const auto places = positions_.find(id);
+  if (places == positions_.end()) {
+    return false;
+  }
+  const auto seen = seen_.find(id);
+  const std::size_t count = seen == seen_.end() ? 0 : seen->second;
+  return count < places->second.size() && places->second[count] == next_;
 }
 
 void ReductionOrder::arrive(std::int64_t id, at::Tensor grad, std::vector<ArrivedGradient>& ready) {
@@ -29,12 +38,10 @@ void ReductionOrder::arrive(std::int64_t id, at::Tensor grad, std::vector<Arrive
   const std::size_t count = seen_[id]++;
   if (places == positions_.end() || count >= places->second.size()) {
     surplus_.push_back({id, std::move(grad)});
-    parked_ = true;
     return;
   }
   const std::size_t position = places->second[count];
-  parked_ = position != next_;
-  if (parked_) {
+  if (position != next_) {
     waiting_[position] = std::move(grad);
     return;
   }
@@ -50,10 +57,6 @@ void ReductionOrder::finish(std::vector<ArrivedGradient>& ready) {
   for (; next_ < expected_.size(); ++next_) {
     ready.push_back({expected_[next_], std::exchange(waiting_[next_], at::Tensor())});
   }
-  for (ArrivedGradient& arrived : surplus_) {
-    ready.push_back(std::move(arrived));
-  }
-  surplus_.clear();
 }
 
 std::vector<std::int64_t> ReductionOrder::learn(const std::vector<std::int64_t>& arrivals,

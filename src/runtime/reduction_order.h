@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -30,16 +31,19 @@ class ReductionOrder {
   const std::vector<std::int64_t>& expected() const { return expected_; }
 
   void begin();
-  // Appends to `ready` what may now enter the buckets, in order. An id beyond its expected count waits for finish().
+  // True when a gradient of `id` that arrives now would go on at once; else it would be parked.
+  bool goesNow(std::int64_t id) const;
+  // Appends to `ready` what may now enter the buckets, in order. What is parked is kept as it is given: the caller copies
+  // it if its memory may change. An id beyond its expected count goes to the surplus.
   void arrive(std::int64_t id, at::Tensor grad, std::vector<ArrivedGradient>& ready);
-  // Appends everything else: parked and missing ones in the expected order, then the surplus in order of arrival.
+  // Appends the parked and missing ones, in the expected order.
   void finish(std::vector<ArrivedGradient>& ready);
+  // What came beyond the expected counts, in order of arrival. Other ranks may have other surpluses.
+  bool hasSurplus() const { return !surplus_.empty(); }
+  std::vector<ArrivedGradient> takeSurplus() { return std::exchange(surplus_, {}); }
 
   // The ids in the order of their arrival since begin().
   const std::vector<std::int64_t>& arrivals() const { return arrivals_; }
-  // True when the last gradient to arrive had to be parked.
-  bool parked() const { return parked_; }
-
   // What rank 0 saw, followed by the ids of `all` that it did not see: the order for later backwards.
   static std::vector<std::int64_t> learn(const std::vector<std::int64_t>& arrivals,
                                          const std::vector<std::int64_t>& all);
@@ -52,7 +56,6 @@ class ReductionOrder {
   std::size_t next_ = 0;                                                  // first position that has not gone in
   std::vector<ArrivedGradient> surplus_;
   std::vector<std::int64_t> arrivals_;
-  bool parked_ = false;
 };
 
 }  // namespace dc

@@ -26,6 +26,11 @@ int usableCores() {
   return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
+// Host memory to host memory: a worker would only move the same copy to another core, so only if it is asked for.
+CpuStreamMode copyMode() {
+  return Environment::read().cpu_stream == "worker" ? CpuStreamMode::Worker : CpuStreamMode::Inline;
+}
+
 bool reducible(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16 ||
          at::isComplexType(dtype);
@@ -38,6 +43,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
     : process_group_(std::move(process_group)),
       context_(std::move(context)),
       channels_(std::move(channels)),
+      bucket_size_(initial_reduce_bucket_size),
       registry_(std::make_shared<DSParamRegistry>()),
       pool_(std::make_shared<BufferPool>(c10::GetCPUAllocator())),
       reduce_buckets_(
@@ -48,8 +54,11 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       gather_stream_(makeCpuStream(mode_, "gather")),
       reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeCpuStream(mode_, "reduce")),
       copy_stream_(makeCpuStream(CpuStreamMode::Inline, "copy")),
-      offload_stream_(makeCpuStream(mode_, "offload")),
-      reload_stream_(makeCpuStream(mode_, "reload")) {
+      offload_stream_(makeCpuStream(copyMode(), "offload")),
+      reload_stream_(makeCpuStream(copyMode(), "reload")) {
+  if (channels_.control == nullptr) {
+    channels_.control = channels_.gather;
+  }
   check(!context_->config.symmetric_memory,
         "symmetric_memory needs CUDA, which this build does not have; leave the key out or set it to false");
   check(context_->config.timeout > 0,
@@ -58,8 +67,16 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
 }
 
 void Runtime::setTimeouts() {
-  channels_.gather->setTimeout(context_->timeout());
-  channels_.reduce->setTimeout(context_->timeout());
+  for (const auto& channel : {channels_.gather, channels_.reduce, channels_.control}) {
+    channel->setTimeout(context_->timeout());
+  }
+}
+
+// What the ranks' configurations must have in common for their collectives to match.
+std::string Runtime::facts() const {
+  const Config& config = context_->config;
+  return concat("configuration: pre_div_reduce ", config.pre_div_reduce, ", debug ", config.debug,
+                ", reduce bucket of ", bucket_size_, " elements\n");
 }
 
 Runtime::~Runtime() { close(); }
@@ -194,6 +211,16 @@ void Runtime::ensureAgreed() {
     return;
   }
   checkOpen();
+  // On this thread, while the streams are idle: a disagreement must not poison them.
+  gather_stream_->synchronize(context_->deadline());
+  try {
+    agreeOnRegistration(*channels_.control, *registry_, executors_, facts());
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail("agreeing on what is registered failed on ", context_->place, ": ", error.what(),
+         "\nAll ranks register parameters and graphs at the same point of the program; did this rank do it alone?");
+  }
   for (const auto& [graph_id, executor] : executors_) {
     for (const std::int64_t id : executor->getIds()) {
       check(registry_->hasParam(id), [&, graph = graph_id] {
@@ -201,9 +228,6 @@ void Runtime::ensureAgreed() {
       });
     }
   }
-  // On this thread, while the gather stream is idle: a disagreement must not poison the stream.
-  gather_stream_->synchronize(context_->deadline());
-  agreeOnRegistration(*channels_.gather, *registry_, executors_);
   agreed_ = true;
 }
 
@@ -215,6 +239,10 @@ void Runtime::setPersistent(std::int64_t ds_id) {
 void Runtime::startForward() {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();
+  if (ran_forward_) {
+    context_->warm = true;  // also where there is no backward
+  }
+  ran_forward_ = true;
   setTimeouts();
   if (update_pending_) {
     for (const std::int64_t id : registry_->getIds()) {

@@ -24,6 +24,9 @@ namespace dc {
 struct Channels {
   std::shared_ptr<Communicator> gather;
   std::shared_ptr<Communicator> reduce;
+  // For agreements, apart from the others where possible: a rank that agrees alone waits, and disturbs nothing. Null: the
+  // gather channel.
+  std::shared_ptr<Communicator> control = nullptr;
 };
 
 struct ParamOptions {
@@ -69,6 +72,9 @@ class Runtime {
   // All ranks have registered the same; cheap when nothing was registered since the last call. Lock held.
   void ensureAgreed();
 
+  // Gives the communicators the timeout now in force: longer until the first step has ended.
+  void setTimeouts();
+
   Context& context() { return *context_; }
   const std::shared_ptr<Context>& sharedContext() const { return context_; }
   DSParamRegistry& registry() { return *registry_; }
@@ -90,11 +96,12 @@ class Runtime {
   void checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const;
   void freeGathered(std::int64_t ds_id);
   void checkOpen() const;
-  void setTimeouts();
+  std::string facts() const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   const std::shared_ptr<Context> context_;
   Channels channels_;
+  const std::int64_t bucket_size_;
   const std::shared_ptr<DSParamRegistry> registry_;
   const std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
@@ -106,6 +113,7 @@ class Runtime {
   std::shared_ptr<Stream> reload_stream_;
   std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;
   bool agreed_ = false;
+  bool ran_forward_ = false;
   bool update_pending_ = false;  // an update follows the last backward: what is gathered will be out of date
   bool open_ = true;
 };

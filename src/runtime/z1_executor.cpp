@@ -9,7 +9,7 @@ namespace dc {
 void Z1CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor& grad) {
   Local& local = local_[param.getId()];
   if (!local.sum.defined()) {
-    local.sum = at::empty({param.numel()}, grad.options().dtype(param.getReduceDtype()).requires_grad(false));
+    local.sum = at::empty({param.numel()}, grad.options().dtype(param.getAccumulationDtype()).requires_grad(false));
   }
   const at::Tensor flat = grad.reshape({-1});
   if (local.holds) {

@@ -10,6 +10,7 @@ namespace dc {
 class Z1CustomOpExecutor : public CustomOpExecutor {
  public:
   using CustomOpExecutor::CustomOpExecutor;
+  const char* stageName() const override { return "ZeRO-1"; }
 
  protected:
   // Each rank needs only its own slice of the mean, so a reduction to owners serves: half the bytes of an all-reduce.
@@ -20,7 +21,7 @@ class Z1CustomOpExecutor : public CustomOpExecutor {
 
  private:
   struct Local {
-    at::Tensor sum;      // the whole gradient, in the reduction dtype; kept for the next accumulation
+    at::Tensor sum;      // the whole gradient, in the dtype of the gradient buffer; kept for the next accumulation
     bool holds = false;  // something was added since the last update
   };
   std::unordered_map<std::int64_t, Local> local_;

@@ -8,6 +8,7 @@ namespace dc {
 class Z2CustomOpExecutor : public CustomOpExecutor {
  public:
   using CustomOpExecutor::CustomOpExecutor;
+  const char* stageName() const override { return "ZeRO-2"; }
 
  protected:
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }

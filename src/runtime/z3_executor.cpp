@@ -32,7 +32,6 @@ void Z3CustomOpExecutor::startForward() { uses_.clear(); }
 void Z3CustomOpExecutor::startBackward(bool update) {
   CustomOpExecutor::startBackward(update);
   uses_.clear();
-  reduced_.clear();
 }
 
 bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
@@ -82,7 +81,7 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   }
   GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
                   rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
-  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard)};
+  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
   return {std::move(part), makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device())};
 }
 
@@ -165,6 +164,9 @@ at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<
     launch({wanted});
   }
   hold(ds_id);
+  if (backwardOpen()) {
+    gathered_in_backward_.insert(ds_id);
+  }
   if (context_->config.debug) {
     ++gathered_[ds_id];
   }
@@ -203,9 +205,10 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
     return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(),
                   ")");
   });
+  // A tensor of another dtype than any copy is a dummy: the id decides.
+  const bool by_dtype = v.numel() > 0 && param_registry_->findGathered(ds_id, v.scalar_type()) != nullptr;
   for (GatheredParam& copy : copies) {
-    const bool meant = v.numel() == 0 || copy.tensor.scalar_type() == v.scalar_type();
-    if (!meant) {
+    if (by_dtype && copy.tensor.scalar_type() != v.scalar_type()) {
       continue;
     }
     if (!copy.waited) {
@@ -254,10 +257,14 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
                     graph_id_, ", ", place(), ")");
     });
   }
+  drop(ds_id, size);
+}
+
+void Z3CustomOpExecutor::drop(std::int64_t ds_id, ReleasedSize size) {
   if (held_.erase(ds_id) == 0) {
     return;
   }
-  if (--param_registry_->holders(ds_id) == 0 && !param.isPersistent()) {
+  if (--param_registry_->holders(ds_id) == 0 && !param_registry_->getParam(ds_id).isPersistent()) {
     freeCopies(ds_id, size);
   }
 }
@@ -281,6 +288,10 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
 
 at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(key.generation == context_->generation, [&] {
+    return concat("a backward needs parameter id ", key.id, " of graph ", key.graph_id,
+                  " from a runtime that was cleaned up since its forward (", place(), ")");
+  });
   const DSParam& param = member(key.id);
   const std::uint32_t version = DSParamRegistry::versionOf(param.getDSTensor());
   check(version == key.version, [&] {
@@ -330,10 +341,17 @@ void Z3CustomOpExecutor::endBackward() {
     param_registry_->getParam(id).getDSTensor();
   }
   reloading_.clear();
-  gathered_.clear();
+  if (param_updated_) {
+    gathered_.clear();
+  }
+  // A forward that was run again in the backward (checkpointing) may have stopped before its releases.
+  for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
+    drop(id, ReleasedSize::Zero);
+  }
   if (!context_->profiling) {
     publishGradients();
   }
+  reduced_.clear();
 }
 
 // The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.
@@ -354,7 +372,14 @@ void Z3CustomOpExecutor::publishGradients() {
     at::Tensor& published = shard.mutable_grad();
     if (!published.defined() || !published.is_alias_of(gradient)) {
       published = gradient;
+      param_registry_->getParam(id).notePublished(gradient);
     }
+  }
+}
+
+void Z3CustomOpExecutor::allowReduction(std::int64_t ds_id) {
+  if (context_->config.debug) {
+    ++gathered_[ds_id];
   }
 }
 

@@ -30,6 +30,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
                      std::shared_ptr<Stream> copy_stream, GatherResources gather, bool pre_div_reduce,
                      std::shared_ptr<Context> context = nullptr);
 
+  const char* stageName() const override { return "ZeRO-3"; }
   void startForward() override;
   void startBackward(bool update) override;
   void endBackward() override;
@@ -47,9 +48,12 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // still holds it.
   void releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
-  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives. An error
-  // when the shard has changed since `key` was made.
+  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a copy
+  // is there already, until that is released. An error when the shard has changed since `key` was made.
   at::Tensor gatherAgain(const GatherKey& key);
+
+  // Debug: a gather's own backward is about to reduce, however often it runs.
+  void allowReduction(std::int64_t ds_id);
 
   void offloadParameter(std::int64_t ds_id);
   void reloadParameter(std::int64_t ds_id);
@@ -78,6 +82,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void launch(const std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
+  // The graph needs the parameter no longer; the last graph to say so frees its copies.
+  void drop(std::int64_t ds_id, ReleasedSize size);
   void freeCopies(std::int64_t ds_id, ReleasedSize size);
   void publishGradients();
   at::Tensor handOut(const GatheredParam& copy) const;
@@ -88,6 +94,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   std::unordered_set<std::int64_t> held_;           // gathered for this graph and not released by it
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet
   std::unordered_set<std::int64_t> reduced_;        // parameters with a reduction in this backward
+  std::unordered_set<std::int64_t> gathered_in_backward_;
   std::unordered_set<std::int64_t> reloading_;
   std::unordered_map<std::int64_t, std::string> release_messages_;  // made once: a release must be cheap
 };

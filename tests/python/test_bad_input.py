@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepcompile import dc
+from deepcompile import dc, runtime_config
 from harness import run_ranks
 from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
@@ -86,11 +86,17 @@ def rejects_configuration(rank: int, world: int) -> None:
     rejects(RuntimeError, "symmetric_memory needs CUDA", None, {"symmetric_memory": True}, 10)
 
     class Settings:
-        def __init__(self) -> None:
-            self.debug = True
-            self.timeout = 5
+        debug = True  # of the class
+        __slots__ = ("timeout",)
 
-    dc.init(None, Settings(), 10)
+        def __init__(self, timeout: float) -> None:
+            self.timeout = timeout
+
+    for timeout in (float("inf"), float("nan")):
+        rejects(ValueError, "'timeout' is", None, Settings(timeout), 10)
+    runtime_config.make_config(Settings(5))
+    assert runtime_config.make_config(Settings(5)).debug
+    dc.init(None, Settings(5), 10)
 
 
 def test_bad_configuration_fails_at_init_and_an_object_with_attributes_serves_as_well_as_a_dict() -> None:
@@ -124,6 +130,29 @@ def ranks_that_differ(rank: int, world: int, what: str) -> str:
     with pytest.raises(RuntimeError) as raised:
         dc.start_forward()
     return str(raised.value)
+
+
+def ranks_configured_differently(rank: int, world: int, what: str) -> str:
+    odd = rank == 1
+    dc.init(
+        None, {"timeout": 20, "pre_div_reduce": not (odd and what == "average")}, 50 if odd and what == "bucket" else 9
+    )
+    if what == "stage":
+        dc.register_param(0, [4], torch.zeros(4), torch.zeros(4 if rank == 0 else 0), 0)
+        (dc.register_graph_z1 if odd else dc.register_graph_z2)(0, [0])
+    else:
+        dc.register_z3_param(0, [world], torch.zeros(1), None, persistent=odd and what == "persistent")
+        dc.register_graph_z3(0, [0, 7] if odd and what == "unknown id" else [0])
+    with pytest.raises(RuntimeError) as raised:
+        dc.start_forward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["average", "bucket", "stage", "persistent", "unknown id"])
+def test_ranks_configured_differently_all_hear_it(what: str) -> None:
+    messages = run_ranks(2, ranks_configured_differently, what)
+    assert messages[0] == messages[1]
+    assert "rank 1 has" in messages[0]
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "id", "count"])
@@ -198,5 +227,5 @@ def a_rank_stops(rank: int, world: int) -> tuple[str, float] | None:
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_a_rank_that_does_not_come_becomes_an_error_within_the_deadline(stream: str) -> None:
     message, took = run_ranks(2, a_rank_stops, may_die=(1,), environment={"DEEPCOMPILE_CPU_STREAM": stream})[0]
-    assert "'w0'" in message or "deadline" in message
+    assert "gathering parameter 'w0'" in message
     assert 1.5 < took < 2 + 6

@@ -28,7 +28,7 @@ def passes_opcheck(rank: int, world: int) -> None:
     gathered = ops.allgather_param(shard, GRAPH, 0)
     check(ops.wait_allgather.default, (gathered, GRAPH, 0))
     check(ops.release_param.default, (torch.randn(3), GRAPH, 1, 1))
-    check(ops.release_param_traced.default, (torch.randn(3), GRAPH, 1, 1))
+    check(ops.release_param_.default, (torch.randn(3), GRAPH, 1, 1))
     check(ops.reduce_grad.default, (torch.randn(5, 3), GRAPH, 0))
     check(ops.free_tensors.default, ([torch.randn(3), torch.randn(2, 2)],))
     check(ops.offload_tensor.default, (torch.randn(4, 3), GRAPH, 7))
@@ -165,7 +165,7 @@ def test_in_generated_code_a_release_comes_after_every_reader_and_collectives_ke
     body = codes[0][codes[0].index("def call") :].splitlines()
     calls = [line for line in body if "torch.ops.dc." in line and "#" not in line and "assert" not in line]
     names = [re.search(r"torch\.ops\.dc\.(\w+)", line).group(1) for line in calls]
-    assert names == ["allgather_param", "wait_allgather", "release_param_traced"] * 2
+    assert names == ["allgather_param", "wait_allgather", "release_param_"] * 2
 
     waited = re.match(r"\s*(\w+) = ", calls[1]).group(1)
     aliases = {waited}
@@ -258,7 +258,7 @@ def forward_effects_stay_out_of_the_backward(rank: int, world: int) -> None:
             "prefetch_params_fused",
             "allgather_param",
             "wait_allgather",
-            "release_param_traced",
+            "release_param_",
         )
     ]
     assert backward == ["dc.reduce_grad.default"]
@@ -266,3 +266,116 @@ def forward_effects_stay_out_of_the_backward(rank: int, world: int) -> None:
 
 def test_effects_without_data_stay_in_the_pass_they_were_called_in() -> None:
     run_ranks(2, forward_effects_stay_out_of_the_backward)
+
+
+def releases_late(rank: int, world: int) -> None:
+    """Two matrix products read the parameter, each before one of two releases that depend on neither."""
+    shards, _ = start(rank, world)
+
+    def step(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        w = gather(shard, 0)
+        a = x @ w.t()
+        release(0, n_users=2)
+        b = x.sin() @ w.t()
+        release(0, n_users=2)
+        return a.sum() + b.sum()
+
+    x = torch.randn(4, 3)
+    w = whole_parameter(0)
+    found = torch.compile(step, fullgraph=True)(x, shards[0])
+    assert torch.allclose(found, (x @ w.t()).sum() + (x.sin() @ w.t()).sum(), rtol=1e-4)
+    assert dc.stats()["gathered_bytes_live"] == 0
+
+
+def test_matrix_products_come_before_the_release_of_what_they_read() -> None:
+    run_ranks(2, releases_late)
+
+
+def frees_late(rank: int, world: int) -> None:
+    start(rank, world, config={"free_activation_threshold": 10})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        z = y * 2
+        ops.free_tensors([y])
+        return z + 1
+
+    x = torch.randn(8, 8)
+    assert torch.allclose(torch.compile(step, fullgraph=True)(x), 2 * x @ x + 1, atol=1e-5)
+    assert dc.stats()["activations_freed"] == 1
+
+
+def test_an_activation_is_freed_after_its_readers() -> None:
+    run_ranks(1, frees_late)
+
+
+def gathers_twice(rank: int, world: int, backend: str) -> None:
+    shards, _ = start(rank, world, requires_grad=True)
+
+    def step(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        y = x @ gather(shard, 0).t()
+        release(0)
+        z = y.sin().sum() + (gather(shard, 0) * 2).sum()
+        release(0)
+        return z
+
+    x = torch.ones(2, 3)
+    dc.start_forward()
+    loss = torch.compile(step, backend=backend, fullgraph=True)(x, shards[0])
+    dc.end_forward()
+    w = whole_parameter(0).requires_grad_()
+    reference = (x @ w.t()).sin().sum() + (w * 2).sum()
+    assert torch.allclose(loss, reference)
+    assert dc.stats()["gathered_bytes_live"] == 0
+    dc.start_backward(True)
+    loss.backward()
+    ops.end_backward(GRAPH)
+    reference.backward()
+    size = shards[0].numel()
+    expected = torch.nn.functional.pad(w.grad.reshape(-1), (0, size * world - 15))[rank * size : (rank + 1) * size]
+    assert torch.allclose(shards[0].grad, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_gathers_with_a_release_between_them_stay_two(backend: str) -> None:
+    run_ranks(2, gathers_twice, backend)
+
+
+def reduces_in_forward_order(rank: int, world: int) -> None:
+    _, buffers = start(rank, world, count=3, shape=(4, 4))
+
+    @torch.compile(fullgraph=True)
+    def step(x: torch.Tensor, one: torch.Tensor) -> None:
+        for index, activation in enumerate((x.sin(), x.cos(), x)):
+            ops.reduce_grad(activation @ one, GRAPH, index)
+        ops.end_backward(GRAPH)
+
+    x, one = torch.randn(4, 4), torch.ones(4, 4)
+    dist.broadcast(x, 0)
+    dc.start_backward(True)
+    step(x, one)
+    for buffer, activation in zip(buffers, (x.sin(), x.cos(), x), strict=True):
+        expected = (activation @ one).reshape(-1)[8 * rank : 8 * rank + 8]
+        assert torch.allclose(buffer, expected, atol=1e-5)
+
+
+def test_gradients_that_wait_are_safe_from_the_compilers_reuse_of_memory() -> None:
+    run_ranks(2, reduces_in_forward_order)
+
+
+def registers_the_graph_first(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    dc.init(None, {}, 100)
+    dc.register_graph_z3(GRAPH, [0])
+    shard = whole_parameter(0, shape).reshape(-1)
+    dc.register_z3_param(0, shape, shard, None)
+
+    @torch.compile(fullgraph=True)
+    def double(shard: torch.Tensor) -> torch.Tensor:
+        return ops.wait_allgather(ops.allgather_param(shard, GRAPH, 0), GRAPH, 0) * 2
+
+    assert torch.equal(double(shard), 2 * whole_parameter(0, shape))
+
+
+def test_caches_are_kept_apart_also_when_the_graph_is_registered_first(tmp_path) -> None:
+    for shape in ((5, 3), (3, 5)):
+        run_ranks(1, registers_the_graph_first, shape, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})

@@ -36,7 +36,7 @@ def cut_inside_parameters(rank: int, world: int, stage: int, cuts: list[int]) ->
 def test_every_rank_gets_the_mean_of_its_own_slice_wherever_the_cuts_fall(stage: int, cuts: list[int]) -> None:
     world = 3
     mean = torch.arange(30.0) + 100
-    presence = 3 * world * 4  # one word per parameter and rank says who had a gradient
+    presence = 4 * world * 4  # one word per parameter and rank says who had a gradient, one more who had others
     for rank, (slices, stats) in enumerate(run_ranks(world, cut_inside_parameters, stage, cuts)):
         assert torch.equal(torch.cat(slices), mean[cuts[rank] : cuts[rank + 1]])
         assert stats["bytes_sent"]["reduce_scatter"] <= 30 * 4 - 4 * (cuts[rank + 1] - cuts[rank]) + presence
@@ -219,7 +219,7 @@ def sixteen_bits(rank: int, world: int) -> None:
     ops.end_backward(GRAPH)
     assert buffer.dtype == torch.float32
     assert torch.equal(buffer, torch.full((2,), 258.0 / 3).bfloat16().float())
-    assert dc.stats()["bytes_sent"]["reduce_scatter"] == 2 * 2 * (world - 1) + 2 * (world - 1)
+    assert dc.stats()["bytes_sent"]["reduce_scatter"] == 2 * 2 * (world - 1) + 2 * 2 * (world - 1)
 
 
 def test_sixteen_bit_reductions_sum_in_fp32_and_accumulate_in_the_buffers_dtype() -> None:
@@ -247,3 +247,165 @@ def two_graphs(rank: int, world: int) -> None:
 
 def test_two_graphs_share_the_buckets_and_a_parameter() -> None:
     run_ranks(2, two_graphs)
+
+
+def overwrites_what_it_gave(rank: int, world: int) -> None:
+    _, buffers = start(rank, world, count=3, shape=(4,))
+    dc.start_backward(True)
+    for index in (0, 1, 2):  # the reverse is expected: the first two are parked
+        gradient = torch.full((4,), index + 1.0)
+        ops.reduce_grad(gradient, GRAPH, index)
+        gradient.zero_()
+    ops.end_backward(GRAPH)
+    assert [buffer[0].item() for buffer in buffers] == [1, 2, 3]
+
+
+def test_a_parked_gradient_does_not_depend_on_its_callers_memory() -> None:
+    run_ranks(2, overwrites_what_it_gave)
+
+
+def surplus_on_one_rank(rank: int, world: int) -> None:
+    _, buffers = start(rank, world, count=2, shape=(4,))
+    for step in range(3):
+        dc.start_backward(True)
+        ops.reduce_grad(torch.full((4,), 2.0), GRAPH, 1)
+        ops.reduce_grad(torch.full((4,), 4.0), GRAPH, 0)
+        for _ in range(step if rank == 1 else 0):
+            ops.reduce_grad(torch.full((4,), 6.0), GRAPH, 1)
+        ops.end_backward(GRAPH)
+        assert [buffer[0].item() for buffer in buffers] == [4, 2 + 3 * step]
+
+
+@pytest.mark.parametrize("stream", ["inline", "worker"])
+def test_gradients_that_one_rank_alone_has_more_of_than_expected_are_reduced(stream: str) -> None:
+    run_ranks(2, surplus_on_one_rank, environment={"DEEPCOMPILE_CPU_STREAM": stream})
+
+
+def given_up(rank: int, world: int, plain: bool) -> None:
+    shards, buffers = start(rank, world, count=2, shape=(4,), requires_grad=True)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError
+
+    if plain:
+        # The order is unknown before the first backward, so both gradients are still waiting when the hook raises.
+        x = torch.ones(4, requires_grad=True)
+        x.register_hook(fail)
+        loss = (gather(shards[0], 0) * 100 + x).sum()
+        with pytest.raises(ValueError):
+            loss.backward()
+        release(0)
+        loss = (gather(shards[0], 0) + gather(shards[1], 1)).sum()
+        loss.backward()
+    else:
+        dc.start_backward(True)
+        ops.reduce_grad(torch.full((4,), 100.0), GRAPH, 1)
+        dc.start_backward(True)
+        for index in (1, 0):
+            ops.reduce_grad(torch.ones(4), GRAPH, index)
+        ops.end_backward(GRAPH)
+    assert [buffer[0].item() for buffer in buffers] == [1, 1]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_backward_that_was_given_up_leaves_nothing_for_the_next(plain: bool) -> None:
+    run_ranks(2, given_up, plain)
+
+
+def no_gradient_at_one_rank(rank: int, world: int) -> None:
+    dc.init(None, {}, 100)
+    buffer = torch.zeros(2, 5)
+    dc.register_param(0, [10], torch.zeros(10), buffer, 0)
+    dc.register_graph_z2(GRAPH, [0])
+    for update, gradient, expected in ((False, 3.0, 3.0), (True, 4.0, 7.0), (True, None, 0.0)):
+        dc.start_backward(update)
+        if gradient is not None:
+            ops.reduce_grad(torch.full((10,), gradient), GRAPH, 0)
+        ops.end_backward(GRAPH)
+        assert torch.equal(buffer, torch.full((2, 5), expected))
+
+
+def test_one_rank_overwrites_and_adds_like_several_with_a_buffer_of_any_shape() -> None:
+    run_ranks(1, no_gradient_at_one_rank)
+
+
+def buffer_of_two_dimensions(rank: int, world: int) -> None:
+    dc.init(None, {"timeout": 20}, 100)
+    buffer = torch.zeros(2, 5) if rank == 0 else torch.zeros(0)
+    dc.register_param(0, [10], torch.zeros(10), buffer, 0)
+    dc.register_graph_z2(GRAPH, [0])
+    for update in (False, True):
+        dc.start_backward(update)
+        ops.reduce_grad(torch.arange(10.0), GRAPH, 0)
+        ops.end_backward(GRAPH)
+    assert rank == 1 or torch.equal(buffer, 2 * torch.arange(10.0).view(2, 5))
+
+
+def test_a_gradient_buffer_may_have_any_number_of_dimensions() -> None:
+    run_ranks(2, buffer_of_two_dimensions)
+
+
+def sums_of_small_gradients(rank: int, world: int, stage: int) -> float:
+    dc.init(None, {"timeout": 20}, 100)
+    buffer = torch.zeros(2)
+    dc.register_param(0, [4], torch.zeros(4), buffer, 2 * rank, reduce_dtype=torch.bfloat16)
+    (dc.register_graph_z1 if stage == 1 else dc.register_graph_z2)(GRAPH, [0])
+    for micro, value in enumerate((256.0, 1.0, 1.0, 1.0, 1.0)):
+        dc.start_backward(micro == 4)
+        ops.reduce_grad(torch.full((4,), value), GRAPH, 0)
+        ops.end_backward(GRAPH)
+    return buffer[0].item()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_micro_batches_add_up_in_the_dtype_of_the_buffer(stage: int) -> None:
+    assert run_ranks(2, sums_of_small_gradients, stage) == [260.0, 260.0]
+
+
+def small_gradients_in_the_plain_loop(rank: int, world: int) -> None:
+    dc.init(None, {"timeout": 20}, 100)
+    shard = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    buffer = torch.zeros(2)
+    dc.register_z3_param(0, [2 * world], shard, buffer)
+    dc.register_graph_z3(GRAPH, [0])
+    for value in (256.0, 1.0, 1.0, 1.0, 1.0):
+        loss = (gather(shard, 0) * value).sum()
+        release(0)
+        loss.backward()
+    assert buffer.tolist() == [260.0, 260.0]
+    assert shard.grad.dtype == torch.bfloat16
+
+
+def test_the_plain_loop_accumulates_in_the_dtype_of_the_buffer() -> None:
+    run_ranks(2, small_gradients_in_the_plain_loop)
+
+
+def sparse(rank: int, world: int) -> None:
+    _, buffers = start(rank, world, count=1, shape=(4, 2))
+    dc.start_backward(True)
+    ops.reduce_grad(torch.eye(4, 2).to_sparse(), GRAPH, 0)
+    ops.end_backward(GRAPH)
+    assert torch.equal(buffers[0], torch.eye(4, 2).reshape(-1)[4 * rank : 4 * rank + 4])
+
+
+def test_a_sparse_gradient_is_reduced_as_a_dense_one() -> None:
+    run_ranks(2, sparse)
+
+
+def two_graphs_and_a_missing_gradient(rank: int, world: int) -> str:
+    dc.init(None, {"timeout": 3}, 1000)
+    for index in range(2):
+        dc.register_z3_param(index, [4], torch.zeros(2), torch.zeros(2))
+        dc.register_graph_z3(index, [index])
+    dc.start_backward(True)
+    if rank == 0:
+        ops.reduce_grad(torch.ones(4), 1, 1)
+    ops.reduce_grad(torch.ones(4), 0, 0)
+    with pytest.raises(RuntimeError) as raised:
+        ops.end_backward(1)
+    return str(raised.value)
+
+
+def test_graphs_that_take_turns_in_another_order_on_one_rank_are_an_error_and_never_wrong_numbers() -> None:
+    for message in run_ranks(2, two_graphs_and_a_missing_gradient):
+        assert "reduces other parameters than rank" in message

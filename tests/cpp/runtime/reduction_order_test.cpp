@@ -35,18 +35,18 @@ TEST(ReductionOrder, WhatArrivesInTheExpectedOrderGoesInAtOnce) {
   ReductionOrder order({3, 2, 1});
   EXPECT_EQ(arrive(order, 3), "3");
   EXPECT_EQ(arrive(order, 2), "2");
+  EXPECT_TRUE(order.goesNow(1));
   EXPECT_EQ(arrive(order, 1), "1");
-  EXPECT_FALSE(order.parked());
   EXPECT_EQ(finish(order), "");
 }
 
 TEST(ReductionOrder, WhatArrivesEarlyIsParkedUntilThoseBeforeItAreThere) {
   ReductionOrder order({3, 2, 1});
+  EXPECT_FALSE(order.goesNow(1));
   EXPECT_EQ(arrive(order, 1), "");
-  EXPECT_TRUE(order.parked());
   EXPECT_EQ(arrive(order, 2), "");
+  EXPECT_TRUE(order.goesNow(3));
   EXPECT_EQ(arrive(order, 3), "3 2 1");
-  EXPECT_FALSE(order.parked());
   EXPECT_EQ(finish(order), "");
 }
 
@@ -67,14 +67,18 @@ TEST(ReductionOrder, AnExpectedRepeatHasAPlaceOfItsOwn) {
   EXPECT_EQ(finish(order), "-1 -2");
 }
 
-TEST(ReductionOrder, WhatIsBeyondItsExpectedCountWaitsForTheEndInOrderOfArrival) {
+TEST(ReductionOrder, WhatIsBeyondItsExpectedCountIsSurplusInOrderOfArrival) {
   ReductionOrder order({2, 1});
   EXPECT_EQ(arrive(order, 2), "2");
+  EXPECT_FALSE(order.goesNow(2));
+  EXPECT_FALSE(order.hasSurplus());
   EXPECT_EQ(arrive(order, 2), "");
-  EXPECT_TRUE(order.parked());
+  EXPECT_TRUE(order.hasSurplus());
   EXPECT_EQ(arrive(order, 7), "");
   EXPECT_EQ(arrive(order, 1), "1");
-  EXPECT_EQ(finish(order), "2 7");
+  EXPECT_EQ(finish(order), "");
+  EXPECT_EQ(text(order.takeSurplus()), "2 7");
+  EXPECT_FALSE(order.hasSurplus());
 }
 
 TEST(ReductionOrder, BeginForgetsTheLastBackward) {

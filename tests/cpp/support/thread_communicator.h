@@ -159,8 +159,8 @@ class ThreadCommunicator final : public Communicator {
     });
   }
 
-  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op) override {
-    std::string operation = "reduce_scatter ";
+  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {
+    std::string operation = concat("reduce_scatter tag ", tag, " of ");
     for (const ReducePart& part : parts) {
       operation += concat(&part == &parts[0] ? "" : "+", part.send.numel());
     }

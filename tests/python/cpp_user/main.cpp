@@ -19,7 +19,7 @@ class Alone final : public dc::Communicator {
 
  protected:
   void doAllGather(std::span<const dc::GatherPart>) override { dc::fail("not used here"); }
-  void doReduceScatter(std::span<const dc::ReducePart>, dc::ReduceOp) override { dc::fail("not used here"); }
+  void doReduceScatter(std::span<const dc::ReducePart>, dc::ReduceOp, std::uint64_t) override { dc::fail("not used here"); }
   void doAllReduce(const at::Tensor&, dc::ReduceOp) override {}
   void doBroadcast(const at::Tensor&, int) override {}
   void doBarrier() override {}
@@ -38,7 +38,8 @@ class LargestGradient final : public dc::CustomOpExecutor {
       const dc::DSParam& param = param_registry_->getParam(task.getDSId());
       const dc::Slice own = param.getOwners()[comm_->rank()];
       const at::Tensor part = task.getSendBuf().narrow(0, own.begin, own.size());
-      param.getGradBuffer().copy_(at::maximum(param.getGradBuffer(), part));
+      // On the reduce stream, after the division: it may be a thread of its own.
+      rs_stream_->run([buffer = param.getGradBuffer(), part] { buffer.copy_(at::maximum(buffer, part)); });
     }
     performCleanup(scalar_type);
   }
