@@ -1,10 +1,10 @@
 """Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler.
 
-Four things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
+Five things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
 they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a
-release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. And Inductor
-would use the memory of a gathered parameter, once it is done with it, for results of its own, though the runtime may hand
-the same memory to the next reader.
+release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. Two gathers
+of one parameter would be merged across the release between them. And Inductor would use the memory of a gathered parameter,
+once it is done with it, for results of its own, though the runtime may hand the same memory to the next reader.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ops = torch.ops.dc
 EFFECTS = (
     _ops.prefetch_params_fused.default,
     _ops.release_param.default,
-    _ops.release_param_.default,
+    _ops.release_param_traced.default,
     _ops.reduce_grad.default,
     _ops.free_tensors.default,
     _ops.offload_parameter.default,
@@ -48,7 +48,7 @@ ORDERED = (
 
 
 _COPIES = (_ops.offload_tensor.default, _ops.reload_tensor.default)
-_RELEASES = (_ops.release_param.default, _ops.release_param_.default)
+_RELEASES = (_ops.release_param.default, _ops.release_param_traced.default)
 
 
 class _GraphOrder:
@@ -140,6 +140,19 @@ def _keep_program_order(post_grad: ModuleType) -> None:
     vars(post_grad)["reorder_for_locality"] = reorder_unless_effects
 
 
+def _releases_end_regions(pattern_matcher: ModuleType) -> None:
+    """Equal calls are merged, and patterns matched, only between two mutations. A release ends a parameter like one: the
+    gather after it is not the one before it.
+    """
+    is_mutation = pattern_matcher.is_mutation_op
+
+    @functools.wraps(is_mutation)
+    def is_mutation_or_release(node: torch.fx.Node) -> bool:
+        return node.target in _RELEASES or is_mutation(node)
+
+    vars(pattern_matcher)["is_mutation_op"] = is_mutation_or_release
+
+
 def _register_lowerings(lowering: ModuleType) -> None:
     for op in ORDERED:
         lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
@@ -148,5 +161,6 @@ def _register_lowerings(lowering: ModuleType) -> None:
 for _op in EFFECTS:
     has_side_effect(_op)
 after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
+after_import("torch._inductor.pattern_matcher", _releases_end_regions)
 after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
 after_import("torch._inductor.lowering", _register_lowerings)

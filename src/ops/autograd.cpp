@@ -122,7 +122,7 @@ at::Tensor releaseParamAutograd(const at::Tensor& a, std::int64_t graph_id, std:
 }
 at::Tensor releaseParamTracedAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
                                       std::int64_t n_users) {
-  return sameTensor("dc::release_param_", releaseParamTraced, a, graph_id, id, n_users);
+  return sameTensor("dc::release_param_traced", releaseParamTraced, a, graph_id, id, n_users);
 }
 at::Tensor waitOffloadAutograd(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
   return sameTensor("dc::wait_offload", waitOffload, a, graph_id, id);
@@ -180,7 +180,7 @@ TORCH_LIBRARY_IMPL(dc, Autograd, m) {
   m.impl("allgather_param", allgatherParamAutograd);
   m.impl("wait_allgather", waitAllgatherAutograd);
   m.impl("release_param", releaseParamAutograd);
-  m.impl("release_param_", releaseParamTracedAutograd);
+  m.impl("release_param_traced", releaseParamTracedAutograd);
   m.impl("wait_offload", waitOffloadAutograd);
   m.impl("wait_reload", waitReloadAutograd);
   m.impl("offload_tensor", offloadTensorAutograd);

@@ -19,7 +19,7 @@ TORCH_LIBRARY_IMPL(dc, CPU, m) {
   m.impl("allgather_param", allgatherParam);
   m.impl("wait_allgather", aliasAfter<waitAllgather, std::int64_t, std::int64_t>);
   m.impl("release_param", aliasAfter<releaseParam, std::int64_t, std::int64_t, std::int64_t>);
-  m.impl("release_param_", aliasAfter<releaseParamTraced, std::int64_t, std::int64_t, std::int64_t>);
+  m.impl("release_param_traced", aliasAfter<releaseParamTraced, std::int64_t, std::int64_t, std::int64_t>);
   m.impl("reduce_grad", reduceGrad);
   m.impl("offload_tensor", offloadTensor);
   m.impl("reload_tensor", reloadTensor);

@@ -24,7 +24,7 @@ at::Tensor waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_
   return callFunctional("dc::wait_allgather", a, graph_id, id);
 }
 at::Tensor releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
-  return callFunctional("dc::release_param_", a, graph_id, id, n_users);
+  return callFunctional("dc::release_param_traced", a, graph_id, id, n_users);
 }
 at::Tensor waitOffload(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
   return callFunctional("dc::wait_offload", a, graph_id, id);
@@ -39,7 +39,7 @@ at::Tensor waitReload(const at::Tensor& a, std::int64_t graph_id, std::int64_t i
 TORCH_LIBRARY_IMPL(dc, Functionalize, m) {
   m.impl("wait_allgather", dc::ops::waitAllgather);
   m.impl("release_param", dc::ops::releaseParam);
-  m.impl("release_param_", dc::ops::releaseParam);
+  m.impl("release_param_traced", dc::ops::releaseParam);
   m.impl("wait_offload", dc::ops::waitOffload);
   m.impl("wait_reload", dc::ops::waitReload);
 }

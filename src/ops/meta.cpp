@@ -43,7 +43,7 @@ TORCH_LIBRARY_IMPL(dc, Meta, m) {
   m.impl("prefetch_params_fused", noPrefetch);
   m.impl("wait_allgather", same);
   m.impl("release_param", sameReleased);
-  m.impl("release_param_", sameReleased);
+  m.impl("release_param_traced", sameReleased);
   m.impl("reduce_grad", reduceGrad);
   m.impl("free_tensors", noFree);
   m.impl("offload_tensor", copyOf);

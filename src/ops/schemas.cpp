@@ -17,7 +17,6 @@ TORCH_LIBRARY(dc, m) {
   m.def("end_backward(int graph_id) -> ()");
 
   // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
-  // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory. The name
-  // ends like that of a mutation, by which the compiler's passes know not to merge gathers across it.
-  m.def("release_param_(Tensor(a) a, int graph_id, int id, int n_users) -> Tensor(a)");
+  // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.
+  m.def("release_param_traced(Tensor(a) a, int graph_id, int id, int n_users) -> Tensor(a)");
 }

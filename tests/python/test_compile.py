@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
@@ -28,7 +29,7 @@ def passes_opcheck(rank: int, world: int) -> None:
     gathered = ops.allgather_param(shard, GRAPH, 0)
     check(ops.wait_allgather.default, (gathered, GRAPH, 0))
     check(ops.release_param.default, (torch.randn(3), GRAPH, 1, 1))
-    check(ops.release_param_.default, (torch.randn(3), GRAPH, 1, 1))
+    check(ops.release_param_traced.default, (torch.randn(3), GRAPH, 1, 1))
     check(ops.reduce_grad.default, (torch.randn(5, 3), GRAPH, 0))
     check(ops.free_tensors.default, ([torch.randn(3), torch.randn(2, 2)],))
     check(ops.offload_tensor.default, (torch.randn(4, 3), GRAPH, 7))
@@ -165,7 +166,7 @@ def test_in_generated_code_a_release_comes_after_every_reader_and_collectives_ke
     body = codes[0][codes[0].index("def call") :].splitlines()
     calls = [line for line in body if "torch.ops.dc." in line and "#" not in line and "assert" not in line]
     names = [re.search(r"torch\.ops\.dc\.(\w+)", line).group(1) for line in calls]
-    assert names == ["allgather_param", "wait_allgather", "release_param_"] * 2
+    assert names == ["allgather_param", "wait_allgather", "release_param_traced"] * 2
 
     waited = re.match(r"\s*(\w+) = ", calls[1]).group(1)
     aliases = {waited}
@@ -258,7 +259,7 @@ def forward_effects_stay_out_of_the_backward(rank: int, world: int) -> None:
             "prefetch_params_fused",
             "allgather_param",
             "wait_allgather",
-            "release_param_",
+            "release_param_traced",
         )
     ]
     assert backward == ["dc.reduce_grad.default"]
