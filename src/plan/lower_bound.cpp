@@ -5,64 +5,97 @@
 namespace dc::plan {
 namespace {
 
-// Staying gathered from slot `begin` to slot `end` (both inclusive, between two uses) saves one
-// gather of `bytes`.
-struct Gap {
-  Index begin;
-  Index end;
-  Bytes bytes;
+// A pass of a micro-batch: a run of slots of one phase. What it uses must be gathered while it
+// runs, except what memory holds when it begins; what it contributes must be reduced while it runs,
+// except what memory holds when it ends.
+struct Window {
+  Nanos before = 0;  // compute of all slots before it
+  Nanos compute = 0;
+  Bytes needed = 0;   // parameters that it uses, each once
+  Bytes reduced = 0;  // gradients that it completes
+  Bytes room = 0;     // memory for gathered parameters and gradients while its first slot runs
+  Bytes movable = 0;  // what could be away at that time: states, shards and activations
 };
 
-// A point in the step at which `wanted` bytes could stay gathered but only `room` fit.
-struct Cut {
-  Bytes wanted;
-  Bytes room;
-};
-
-struct Gathers {
-  Bytes always = 0;  // bytes that are gathered whatever the memory
-  Bytes gaps = 0;    // bytes that are gathered again unless they stay
-  std::vector<Cut> cuts;
-};
-
-// Every gap is counted at one point that it spans, so what all gaps save is at most what the points
-// have room for. The points are chosen by the rule for stabbing intervals: by rising end, each open
-// interval is stabbed at its end.
-Gathers gathersOf(const StepGraph& graph, const Usage& usage, Bytes budget) {
-  Gathers result;
-  std::vector<Gap> gaps;
-  for (std::size_t p = 0; p < graph.params.size(); ++p) {
-    const Param& param = graph.params[p];
-    const auto uses = usage.uses[p];
-    if (uses.empty()) {
-      continue;
+std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes budget) {
+  std::vector<Window> windows;
+  Bytes movable = 0;
+  for (const Param& param : graph.params) {
+    movable += param.state + param.shard;
+  }
+  std::vector<Index> used_in(graph.params.size(), kNone);
+  std::vector<Index> seen(graph.params.size(), 0);
+  Nanos now = 0;
+  for (std::size_t slot = 0; slot < graph.nodes.size(); ++slot) {
+    const Node& node = graph.nodes[slot];
+    if (slot == 0 || node.phase != graph.nodes[slot - 1].phase ||
+        node.micro != graph.nodes[slot - 1].micro) {
+      Bytes grads = 0;
+      for (const Index param : node.grads) {
+        grads += graph.params[param].grad;
+      }
+      Window window;
+      window.before = now;
+      // The gradients that the slot itself makes are not there yet when it begins.
+      const Bytes live = usage.live[slot] - grads - node.workspace;
+      window.room = budget - live;
+      window.movable = movable + std::max<Bytes>(0, live - usage.resident);
+      windows.push_back(window);
     }
-    result.always += param.frozen ? 0 : param.bytes;
-    for (std::size_t i = 1; i < uses.size(); ++i) {
-      if (uses[i] > uses[i - 1] + 1) {
-        gaps.push_back({uses[i - 1] + 1, uses[i] - 1, param.bytes});
-        result.gaps += param.bytes;
+    Window& window = windows.back();
+    window.compute += node.time;
+    now += node.time;
+    for (const Index param : usage.needs[slot]) {
+      if (used_in[param] != static_cast<Index>(windows.size())) {
+        used_in[param] = static_cast<Index>(windows.size());
+        window.needed += graph.params[param].bytes;
+      }
+    }
+    for (const Index param : node.grads) {
+      const auto slots = usage.contributions[param];
+      const Index next = ++seen[param];
+      const bool last = next == static_cast<Index>(slots.size());
+      if (last || (graph.stage > 1 && graph.nodes[slots[next]].micro != node.micro)) {
+        window.reduced += graph.params[param].grad;
       }
     }
   }
-  std::sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) { return a.end < b.end; });
-  Index point = kNone;
-  for (const Gap& gap : gaps) {
-    if (point == kNone || gap.begin > point) {
-      point = gap.end;
-      result.cuts.push_back({0, budget - usage.live[point] - usage.gathered[point]});
-    }
-    result.cuts.back().wanted += gap.bytes;
-  }
-  return result;
+  return windows;
 }
 
-Nanos gatherTime(const CostModel& cost, const Gathers& gathers, Bytes extra_room) {
-  Bytes saved = 0;
-  for (const Cut& cut : gathers.cuts) {
-    saved += std::min(cut.wanted, std::max<Bytes>(0, cut.room + extra_room));
+struct Sums {
+  Nanos step = 0;  // over the windows, the larger of compute and links
+  Nanos gathers = 0;
+};
+
+// A lower bound for steps of at most `step`. Offloading makes room, but what is away when a window
+// begins must come back over the host link in the rest of the step.
+Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
+          Bytes frozen, Nanos step) {
+  const auto room = [&](std::size_t w) -> Bytes {
+    if (w == windows.size()) {
+      return 0;
+    }
+    const Nanos rest = std::max<Nanos>(0, step - windows[w].before);
+    const Bytes back = static_cast<Bytes>(
+        std::min<Wide>(windows[w].movable,
+                       static_cast<Wide>(rest) * cost.machine().to_device.bandwidth / 1000000000));
+    return std::max<Bytes>(0, windows[w].room + back);
+  };
+  const std::int64_t slowdown = cost.machine().slowdown;
+  Sums sums;
+  for (std::size_t w = 0; w < windows.size(); ++w) {
+    const Window& window = windows[w];
+    const Bytes held = w == 0 ? frozen : room(w);
+    const Nanos gathers = cost.leastGather(std::max<Bytes>(0, window.needed - held));
+    const Bytes carried = graph.stage == 1 ? window.reduced : room(w + 1);
+    const Nanos reductions = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
+    const Nanos links =
+        cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
+    sums.gathers += gathers;
+    sums.step += std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
   }
-  return cost.leastGather(gathers.always + gathers.gaps - saved);
+  return sums;
 }
 
 Bytes reducedBytes(const StepGraph& graph, const Usage& usage, Index from_slot) {
@@ -92,31 +125,28 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
   }
   bound.launches = cost.machine().launch * slots;
   bound.reductions = cost.leastReduce(reducedBytes(graph, usage, 0));
-  Gathers gathers = gathersOf(graph, usage, budget);
-  if (graph.stage < 3) {
-    for (std::size_t p = 0; p < graph.params.size(); ++p) {
-      gathers.always += usage.update[p] != kNone ? graph.params[p].bytes : 0;
-    }
+  Bytes frozen = 0;
+  Bytes refreshed = 0;
+  for (std::size_t p = 0; p < graph.params.size(); ++p) {
+    frozen += graph.params[p].frozen ? graph.params[p].bytes : 0;
+    refreshed += graph.stage < 3 && usage.update[p] != kNone ? graph.params[p].bytes : 0;
   }
-  // Offloading makes room, and every byte of it comes back over the host link at least once in a
-  // step. The bound takes the amount that suits the plan best: where the gathers that are left take
-  // as long as the copies.
-  const bool shared = cost.machine().shared_links;
-  const Nanos beside = shared ? bound.reductions : 0;
-  Bytes low = 0;
-  Bytes high = std::max<Bytes>(0, usage.resident) + gathers.gaps;
+  const std::vector<Window> windows = windowsOf(graph, usage, budget);
+  // The longer a step may take, the more can be moved to make room, the less must be gathered: the
+  // bound is the shortest step that is not refuted.
+  Nanos low = 0;
+  Nanos high = over(graph, cost, windows, frozen, 0).step + 1;
   while (low < high) {
-    const Bytes middle = low + (high - low) / 2;
-    const Nanos copies =
-        middle == 0 ? 0 : mulDiv(middle, 1000000000, cost.machine().to_device.bandwidth);
-    if (copies >= std::max(gatherTime(cost, gathers, middle) + beside, compute)) {
+    const Nanos middle = low + (high - low) / 2;
+    if (over(graph, cost, windows, frozen, middle).step <= middle) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
-  bound.gathers = gatherTime(cost, gathers, low);
-  bound.copies = 0;
+  bound.windows = low;
+  bound.gathers = over(graph, cost, windows, frozen, low).gathers + cost.leastGather(refreshed);
+  const bool shared = cost.machine().shared_links;
   bound.links =
       shared ? bound.gathers + bound.reductions : std::max(bound.gathers, bound.reductions);
   // While collectives run, compute runs slower: T >= compute + links * s / (1 + s).
@@ -148,6 +178,17 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
       last_contribution = std::max(last_contribution, usage.contributions[p].back());
     }
   }
+  if (graph.stage < 3) {
+    // Whole parameters are refreshed after the first update at the earliest.
+    Nanos done = 0;
+    for (const Node& node : graph.nodes) {
+      done += node.time;
+      if (!node.updates.empty()) {
+        bound.critical = std::max(bound.critical, done + cost.leastGather(refreshed));
+        break;
+      }
+    }
+  }
   if (last_contribution != kNone) {
     Nanos done = 0;
     Nanos update = 0;
@@ -164,7 +205,7 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
     const Nanos last = cost.leastReduce(reducedBytes(graph, usage, last_contribution));
     bound.critical = std::max(bound.critical, late[last_contribution] + done + last + update);
   }
-  bound.best = std::max({bound.compute, bound.gathers, bound.reductions, bound.links,
+  bound.best = std::max({bound.windows, bound.compute, bound.gathers, bound.reductions, bound.links,
                          bound.critical, bound.launches});
   return bound;
 }

@@ -107,7 +107,7 @@ class Emitter {
       }
     }
     for (const Move& move : schedule_.moves) {
-      if (move.item.kind == ItemKind::State) {
+      if (move.item.kind == ItemKind::State && move.offload > move.need) {
         plan_.start_on_host.push_back(move.item);
       }
     }

@@ -1,0 +1,353 @@
+#include "deepcompile/plan/strategies/schedule_builder.h"
+
+#include <algorithm>
+
+#include "deepcompile/plan/strategy.h"
+
+namespace dc::plan {
+
+// Between two uses of a parameter. Slots begin..end (inclusive, possibly none) lie between them.
+struct ScheduleBuilder::Gap {
+  Index param;
+  Index use;  // the use that is saved a gather, among all uses
+  Index begin;
+  Index end;
+  Nanos value;  // nanoseconds saved per MiB, weighted
+  Nanos lifetime;
+};
+
+struct ScheduleBuilder::Bucket {
+  std::size_t begin;  // residencies, in order of first use
+  std::size_t end;
+  Bytes bytes;
+  Nanos duration;
+  Index first;     // the slot that needs it first
+  Index earliest;  // the first position at which none of its parameters is gathered from before
+  Bytes held;  // from its launch on: its parameters, and the shards that visit the device for it
+};
+
+std::vector<Bytes> leastMemory(const Problem& problem) {
+  std::vector<Bytes> least = problem.usage.live;
+  for (std::size_t slot = 0; slot < least.size(); ++slot) {
+    least[slot] += problem.usage.gathered[slot];
+  }
+  // Persistent parameters stay between their uses.
+  for (std::size_t p = 0; p < problem.graph.params.size(); ++p) {
+    const auto uses = problem.usage.uses[p];
+    if (problem.graph.params[p].persistent && !uses.empty()) {
+      for (std::size_t i = 1; i < uses.size(); ++i) {
+        for (Index slot = uses[i - 1] + 1; slot < uses[i]; ++slot) {
+          least[slot] += problem.graph.params[p].bytes;
+        }
+      }
+    }
+  }
+  return least;
+}
+
+ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& settings,
+                                 const Timeline& timeline)
+    : problem_(problem),
+      graph_(problem.graph),
+      usage_(problem.usage),
+      settings_(settings),
+      timeline_(timeline),
+      slots_(static_cast<Index>(problem.graph.nodes.size())),
+      memory_([&] {
+        std::vector<Bytes> least = problem.usage.live;
+        for (std::size_t slot = 0; slot < least.size(); ++slot) {
+          least[slot] += problem.usage.gathered[slot];
+        }
+        return least;
+      }()) {
+  first_gap_.resize(graph_.params.size() + 1, 0);
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    first_gap_[p + 1] = first_gap_[p] + static_cast<Index>(usage_.uses[p].size());
+    if (graph_.params[p].persistent && !usage_.uses[p].empty()) {
+      const auto uses = usage_.uses[p];
+      for (std::size_t i = 1; i < uses.size(); ++i) {
+        memory_.add(uses[i - 1] + 1, uses[i] - 1, graph_.params[p].bytes);
+      }
+    }
+  }
+}
+
+Schedule ScheduleBuilder::build() {
+  planOffload();
+  planReductions();
+  requireFit();
+  if (graph_.stage == 3) {
+    makeResidencies(keepGathered());
+    prefetch();
+  } else {
+    schedule_.residencies = refreshAfterUpdate(problem_, settings_.gather_bucket);
+  }
+  return std::move(schedule_);
+}
+
+// The latest position, not after `latest`, that the compute stream reaches by `time`.
+Index ScheduleBuilder::positionAt(Nanos time, Index latest) const {
+  const auto end = timeline_.reach.begin() + latest + 1;
+  const auto above = std::upper_bound(timeline_.reach.begin(), end, time);
+  return above == timeline_.reach.begin() ? 0
+                                          : static_cast<Index>(above - timeline_.reach.begin()) - 1;
+}
+
+// Buckets go out as soon as they are full, or earlier when holding them longer does not fit. Each
+// wait sinks to where the reduction is expected to be done, or to where memory is needed, whichever
+// comes first.
+void ScheduleBuilder::planReductions() {
+  if (graph_.stage == 1) {
+    schedule_.reductions =
+        bucketReductions(problem_, settings_.reduce_bucket, schedule_.reductions.max_size() / 2);
+    return;
+  }
+  std::vector<Index> seen(graph_.params.size(), 0);  // contributions so far
+  std::vector<Index> open_since(graph_.params.size(), kNone);
+  Reduction open;
+  Bytes bytes = 0;
+  Nanos channel = 0;
+  const auto flush = [&](Index launch, Why why) {
+    if (open.params.empty()) {
+      return;
+    }
+    open.launch = launch;
+    open.wait = slots_;
+    open.reason = {why, bytes, 0};
+    for (const Index param : open.params) {
+      const Index update = usage_.update[param];
+      open.wait = update == kNone ? open.wait : std::min(open.wait, std::max(update, launch));
+    }
+    open.wait_reason = {open.wait == slots_ ? Why::Sunk : Why::BeforeUpdate};
+    channel = std::max(channel, timeline_.reach[launch]) +
+              mulDiv(problem_.cost.reduce(bytes), settings_.patience, 1000);
+    const auto done =
+        std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
+    const auto expected = std::min(static_cast<Index>(done - timeline_.reach.begin()), slots_);
+    if (expected < open.wait) {
+      open.wait = expected;
+      open.wait_reason = {Why::Sunk};
+    }
+    const Index full = memory_.firstAbove(launch, open.wait - 1, problem_.budget - bytes);
+    if (full < open.wait) {
+      open.wait = full;
+      open.wait_reason = {Why::ForMemory};
+    }
+    memory_.add(launch, open.wait - 1, bytes);
+    schedule_.reductions.push_back(std::move(open));
+    open = {};
+    bytes = 0;
+  };
+  Index micro = kNone;
+  for (Index slot = 0; slot < slots_; ++slot) {
+    const Node& node = graph_.nodes[slot];
+    if (node.micro != micro || node.kind == NodeKind::Optimizer) {
+      flush(slot, Why::BucketEnd);
+      micro = node.micro;
+    }
+    if (bytes > 0) {
+      if (memory_.max(slot, slot) + bytes > problem_.budget) {
+        flush(slot, Why::ForMemory);
+      } else {
+        memory_.add(slot, slot, bytes);
+      }
+    }
+    for (const Index param : node.grads) {
+      const auto slots = usage_.contributions[param];
+      const Index next = ++seen[param];
+      const bool more =
+          next < static_cast<Index>(slots.size()) && graph_.nodes[slots[next]].micro == micro;
+      // A gradient with several contributions is held from the first on; the slots that add to it
+      // count it themselves.
+      if (open_since[param] != kNone) {
+        memory_.add(open_since[param] + 1, slot - 1, graph_.params[param].grad);
+      }
+      open_since[param] = more ? slot : kNone;
+      if (!more) {
+        open.params.push_back(param);
+        bytes += graph_.params[param].grad;
+      }
+    }
+    if (bytes >= settings_.reduce_bucket) {
+      flush(slot + 1, Why::BucketFull);
+    }
+  }
+  flush(slots_, Why::BucketEnd);
+}
+
+void ScheduleBuilder::requireFit() {
+  const Bytes peak = memory_.max(0, slots_ - 1);
+  if (slots_ > 0 && peak > problem_.budget) {
+    const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
+    throw BudgetError(
+        concat("a budget of ", problem_.budget, " bytes is too small: at least ", peak,
+               " bytes are needed, at node '", graph_.nodes[at].name, "' (", usage_.gathered[at],
+               " for the gathered parameters that it uses, ", peak - usage_.gathered[at],
+               " for shards, gradients, activations and workspace)"),
+        peak);
+  }
+}
+
+// Which uses need no gather of their own because the parameter has stayed from the use before. The
+// most valuable first: exposed time saved per byte and time that the byte is held. What does not
+// fit is skipped, what comes after it still tried.
+std::vector<char> ScheduleBuilder::keepGathered() {
+  std::vector<char> kept(static_cast<std::size_t>(first_gap_.back()), 0);
+  std::vector<Gap> gaps;
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const Param& param = graph_.params[p];
+    const auto uses = usage_.uses[p];
+    for (std::size_t i = 1; i < uses.size(); ++i) {
+      const Index use = first_gap_[p] + static_cast<Index>(i);
+      const Index update = usage_.update[p];
+      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
+        continue;  // stale after the update
+      }
+      if (param.persistent || uses[i] == uses[i - 1] + 1) {
+        kept[use] = 1;  // memory for it is counted already, or none is needed
+        continue;
+      }
+      Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
+      const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[use];
+      gap.value =
+          mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
+      gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
+      gaps.push_back(gap);
+    }
+  }
+  std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
+    return static_cast<Wide>(a.value) * b.lifetime > static_cast<Wide>(b.value) * a.lifetime;
+  });
+  for (const Gap& gap : gaps) {
+    const Bytes bytes = graph_.params[gap.param].bytes;
+    if (memory_.max(gap.begin, gap.end) + bytes + settings_.reserve <= problem_.budget) {
+      memory_.add(gap.begin, gap.end, bytes);
+      kept[gap.use] = 1;
+    }
+  }
+  return kept;
+}
+
+void ScheduleBuilder::makeResidencies(const std::vector<char>& kept) {
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const Param& param = graph_.params[p];
+    const auto uses = usage_.uses[p];
+    const auto all_kept = [&] {
+      for (std::size_t i = 1; i < uses.size(); ++i) {
+        if (kept[first_gap_[p] + static_cast<Index>(i)] == 0) {
+          return false;
+        }
+      }
+      return true;
+    };
+    // A frozen parameter that stays for the whole step can stay for good.
+    if (param.frozen && !uses.empty() && all_kept() &&
+        memory_.max(0, uses.front() - 1) + param.bytes + settings_.reserve <= problem_.budget &&
+        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <=
+            problem_.budget) {
+      memory_.add(0, uses.front() - 1, param.bytes);
+      memory_.add(uses.back() + 1, slots_ - 1, param.bytes);
+      schedule_.start_gathered.push_back(static_cast<Index>(p));
+      continue;
+    }
+    for (std::size_t i = 0; i < uses.size(); ++i) {
+      if (i > 0 && kept[first_gap_[p] + static_cast<Index>(i)] != 0) {
+        schedule_.residencies.back().last = uses[i];
+        continue;
+      }
+      if (i > 0) {
+        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes,
+                                                       uses[i] - uses[i - 1]};
+      }
+      schedule_.residencies.push_back({static_cast<Index>(p),
+                                       uses[i],
+                                       uses[i],
+                                       uses[i],
+                                       kNone,
+                                       {},
+                                       {Why::LastUse, param.bytes, 0}});
+    }
+  }
+  std::stable_sort(schedule_.residencies.begin(), schedule_.residencies.end(),
+                   [](const Residency& a, const Residency& b) { return a.first < b.first; });
+}
+
+// Neighbours in order of use share a collective until it saturates the link, where the later ones
+// fit that early.
+std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
+  std::vector<Bucket> buckets;
+  std::vector<Residency>& all = schedule_.residencies;
+  std::vector<Index> earliest(all.size(), 0);
+  std::vector<Index> free_from(graph_.params.size(), 0);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    earliest[i] = free_from[all[i].param];
+    free_from[all[i].param] = all[i].last + 1;
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Bytes bytes = graph_.params[all[i].param].bytes;
+    const bool visits =
+        !schedule_.shard_on_host.empty() && schedule_.shard_on_host[all[i].param] != 0;
+    const Bytes held = bytes + (visits ? graph_.params[all[i].param].shard : 0);
+    if (!buckets.empty()) {
+      Bucket& open = buckets.back();
+      const bool same_slot = all[i].first == open.first;
+      const bool small = open.bytes < settings_.gather_bucket;
+      // Joining must not hold the later one much longer than its own gather takes.
+      const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
+      const Nanos worth = 4 * problem_.cost.gather(bytes);
+      if ((same_slot && (small || bytes < settings_.gather_bucket)) ||
+          (!same_slot && small && earlier <= worth && earliest[i] <= open.first &&
+           memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
+        memory_.add(open.first, all[i].first - 1, held);
+        open.held += held;
+        open.earliest = std::max(open.earliest, earliest[i]);
+        open.end = i + 1;
+        open.bytes += bytes;
+        continue;
+      }
+    }
+    buckets.push_back({i, i + 1, bytes, 0, all[i].first, earliest[i], held});
+  }
+  for (Bucket& bucket : buckets) {
+    bucket.duration = problem_.cost.gather(bucket.bytes);
+  }
+  return buckets;
+}
+
+// From the last bucket to the first: each must be done when its slot is reached and when the
+// channel is wanted by the next one. That gives the latest start that is still hidden. Memory may
+// force a later one.
+void ScheduleBuilder::prefetch() {
+  std::vector<Bucket> buckets = bucketGathers();
+  std::vector<Index> launch(buckets.size());
+  std::vector<Nanos> start(buckets.size());
+  Nanos wanted = timeline_.reach.back();
+  for (std::size_t b = buckets.size(); b-- > 0;) {
+    const Nanos by = std::min(wanted, timeline_.reach[buckets[b].first]);
+    start[b] = by - mulDiv(buckets[b].duration, settings_.stretch, 1000);
+    launch[b] = positionAt(start[b], buckets[b].first);
+    wanted = start[b];
+  }
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    const Bucket& bucket = buckets[b];
+    const Index hidden = std::max(launch[b], bucket.earliest);
+    const Index full = memory_.lastAbove(hidden, bucket.first - 1, problem_.budget - bucket.held);
+    const Index at = std::max(hidden, full + 1);
+    memory_.add(at, bucket.first - 1, bucket.held);
+    const Nanos under = timeline_.reach[bucket.first] - timeline_.reach[at];
+    Reason reason{Why::Hidden, bucket.duration, under};
+    if (at > hidden && under < bucket.duration) {
+      reason = {Why::MemoryBound, bucket.bytes, under};
+    } else if (under < bucket.duration) {
+      reason = {Why::Exposed, bucket.duration, under};
+    }
+    for (std::size_t i = bucket.begin; i < bucket.end; ++i) {
+      Residency& residency = schedule_.residencies[i];
+      residency.launch = at;
+      residency.group = static_cast<Index>(b);
+      residency.reason = reason;
+    }
+  }
+}
+
+}  // namespace dc::plan
