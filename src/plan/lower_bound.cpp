@@ -11,18 +11,14 @@ namespace {
 struct Window {
   Nanos before = 0;  // compute of all slots before it
   Nanos compute = 0;
-  Bytes needed = 0;   // parameters that it uses, each once
-  Bytes reduced = 0;  // gradients that it completes
-  Bytes room = 0;     // memory for gathered parameters and gradients while its first slot runs
-  Bytes movable = 0;  // what could be away at that time: states, shards and activations
+  Bytes needed = 0;       // parameters that it uses, each once
+  Bytes reduced = 0;      // gradients that it completes
+  Bytes room = 0;         // memory for gathered parameters and gradients while its first slot runs
+  Bytes activations = 0;  // live at that time
 };
 
 std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes budget) {
   std::vector<Window> windows;
-  Bytes movable = 0;
-  for (const Param& param : graph.params) {
-    movable += param.state + param.shard;
-  }
   std::vector<Index> used_in(graph.params.size(), kNone);
   std::vector<Index> seen(graph.params.size(), 0);
   Nanos now = 0;
@@ -39,7 +35,7 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
       // The gradients that the slot itself makes are not there yet when it begins.
       const Bytes live = usage.live[slot] - grads - node.workspace;
       window.room = budget - live;
-      window.movable = movable + std::max<Bytes>(0, live - usage.resident);
+      window.activations = std::max<Bytes>(0, live - usage.resident);
       windows.push_back(window);
     }
     Window& window = windows.back();
@@ -69,21 +65,28 @@ struct Sums {
 };
 
 // A lower bound for steps of at most `step`. Offloading makes room, but what is away when a window
-// begins must come back over the host link in the rest of the step.
+// begins must come back over the host link in the rest of the step: states and shards once,
+// activations once for every micro-batch.
 Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
           Bytes frozen, Nanos step) {
+  Bytes movable = 0;
+  for (const Param& param : graph.params) {
+    movable += param.state + param.shard;
+  }
+  const auto crossing = [&](Nanos time) {
+    return static_cast<Bytes>(std::min<Wide>(kLargest, static_cast<Wide>(std::max<Nanos>(0, time)) *
+                                                           cost.machine().to_device.bandwidth /
+                                                           1000000000));
+  };
   const auto room = [&](std::size_t w) -> Bytes {
-    if (w == windows.size()) {
-      return 0;
-    }
-    const Nanos rest = std::max<Nanos>(0, step - windows[w].before);
-    const Bytes back = static_cast<Bytes>(
-        std::min<Wide>(windows[w].movable,
-                       static_cast<Wide>(rest) * cost.machine().to_device.bandwidth / 1000000000));
-    return std::max<Bytes>(0, windows[w].room + back);
+    return w == windows.size()
+               ? 0
+               : std::max<Bytes>(
+                     0, windows[w].room + std::min(movable, crossing(step - windows[w].before)));
   };
   const std::int64_t slowdown = cost.machine().slowdown;
   Sums sums;
+  Bytes away = 0;  // activations that could be away when a window begins
   for (std::size_t w = 0; w < windows.size(); ++w) {
     const Window& window = windows[w];
     const Bytes held = w == 0 ? frozen : room(w);
@@ -94,7 +97,14 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
         cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
     sums.gathers += gathers;
     sums.step += std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
+    away += std::min(window.activations, crossing(step - window.before));
   }
+  // Each byte of activations that is away saves at most one byte of gathers after it and one of
+  // reductions before it.
+  const Bytes saved = std::min(away, crossing(step));
+  const Nanos credit = cost.leastGather(saved) + cost.leastReduce(saved);
+  sums.step = std::max<Nanos>(0, sums.step - credit);
+  sums.gathers = std::max<Nanos>(0, sums.gathers - cost.leastGather(saved));
   return sums;
 }
 

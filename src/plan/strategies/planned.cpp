@@ -108,6 +108,7 @@ class Search {
 
   // True when this became the best.
   bool attempt(const Settings& settings, const Timeline& timeline) {
+    ++attempts_;
     try {
       Attempt made;
       made.settings = settings;
@@ -128,6 +129,7 @@ class Search {
     }
   }
 
+  int attempts() const { return attempts_; }
   const Timeline& undisturbedTimeline() const { return undisturbed_; }
   const std::optional<Attempt>& best() const { return best_; }
   const std::optional<BudgetError>& error() const { return error_; }
@@ -135,6 +137,7 @@ class Search {
  private:
   const Problem& problem_;
   Timeline undisturbed_;
+  int attempts_ = 0;
   std::optional<Attempt> best_;
   std::optional<BudgetError> error_;
 };
@@ -157,7 +160,18 @@ Plan Planned::plan(const Problem& problem) const {
   settings.reduce_bucket = cost.saturatingReduce();
   settings.reserve = 2 * largest;
   settings.stretch = cost.machine().shared_links ? 2000 : 1000;
-  settings.patience = settings.stretch;
+  Bytes most_grads = settings.reduce_bucket;
+  for (const Node& node : problem.graph.nodes) {
+    Bytes bytes = 0;
+    for (const Index param : node.grads) {
+      bytes += problem.graph.params[param].grad;
+    }
+    most_grads = std::max(most_grads, bytes);
+  }
+  settings.pending = 8 * most_grads;
+  // Large graphs get fewer attempts, so that planning stays a matter of a second or two.
+  const int most = static_cast<int>(std::clamp<std::size_t>(
+      1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 40));
   const Timeline start = search.undisturbedTimeline();
   search.attempt(settings, start);
   if (!search.best()) {
@@ -169,37 +183,57 @@ Plan Planned::plan(const Problem& problem) const {
       throw *search.error();
     }
   }
-  // One thing at a time, in its better direction for as long as that helps.
+  // One thing at a time, for as long as it helps.
   const auto vary = [&](auto change) {
-    for (int i = 0; i < 3; ++i) {
+    bool helped = false;
+    for (int i = 0; i < 2 && search.attempts() < most; ++i) {
       Settings other = search.best()->settings;
       change(other);
-      const Timeline timeline = search.best()->timeline;
-      bool better = search.attempt(other, start);
-      better = search.attempt(other, timeline) || better;
-      if (!better) {
-        return i > 0;
+      if (!search.attempt(other, start)) {
+        return helped;
       }
+      helped = true;
     }
-    return true;
+    return helped;
   };
+  const auto crossing = [&](std::int64_t bandwidth) {
+    return mulDiv(search.best()->step / 2, bandwidth, 1000000000);
+  };
+  const auto micros =
+      static_cast<Bytes>(problem.graph.nodes.empty() ? 1 : problem.graph.nodes.back().micro + 1);
   for (int round = 0; round < 2; ++round) {
-    vary([&](Settings& s) { s.make_room = s.make_room == 0 ? states : s.make_room / 2; });
-    vary([&](Settings& s) { s.reserve *= 2; }) || vary([&](Settings& s) { s.reserve /= 2; });
-    vary([&](Settings& s) { s.gather_bucket *= 2; }) ||
-        vary([&](Settings& s) { s.gather_bucket /= 2; });
+    vary([&](Settings& s) { s.pending /= 4; });
+    vary([&](Settings& s) {
+      s.make_room = s.make_room == 0
+                        ? std::min(states, crossing(cost.machine().to_device.bandwidth))
+                        : s.make_room / 2;
+    });
+    vary([&](Settings& s) { s.gather_bucket *= 4, s.reduce_bucket *= 2; });
+    vary([&](Settings& s) { s.reserve /= 2; }) || vary([&](Settings& s) { s.reserve *= 2; });
+    vary([&](Settings& s) {
+      s.make_room_each = s.make_room_each == 0
+                             ? crossing(cost.machine().to_host.bandwidth) / (2 * micros)
+                             : s.make_room_each / 2;
+    });
+    vary([&](Settings& s) { s.pending /= 2; }) || vary([&](Settings& s) { s.pending *= 2; });
     vary([&](Settings& s) { s.reduce_bucket *= 2; }) ||
         vary([&](Settings& s) { s.reduce_bucket /= 2; });
-    vary([&](Settings& s) { s.patience *= 2; }) || vary([&](Settings& s) { s.patience /= 2; });
-    vary([&](Settings& s) { s.stretch *= 2; }) || vary([&](Settings& s) { s.stretch /= 2; });
+    vary([&](Settings& s) { s.gather_bucket /= 2; });
+    vary([&](Settings& s) { s.stretch /= 2; }) || vary([&](Settings& s) { s.stretch *= 2; });
+    // Once more with the times as they turned out: what is exposed is known now.
+    if (search.attempts() < most) {
+      search.attempt(search.best()->settings, Timeline(search.best()->timeline));
+    }
   }
-  if (getenv("TUNE"))
-    fprintf(stderr, "reserve %.1f gb %.1f rb %.1f patience %d stretch %d room %.2f\n",
-            (double)search.best()->settings.reserve / largest,
-            (double)search.best()->settings.gather_bucket / cost.saturatingGather(),
-            (double)search.best()->settings.reduce_bucket / cost.saturatingReduce(),
-            search.best()->settings.patience, search.best()->settings.stretch,
-            (double)search.best()->settings.make_room / states);
+  if (getenv("TUNE")) {
+    auto& b = search.best()->settings;
+    fprintf(stderr,
+            "attempts %d reserve %.2f gb %.1f rb %.1f pending %.2f stretch %d room %.2f each %s\n",
+            search.attempts(), (double)b.reserve / largest,
+            (double)b.gather_bucket / cost.saturatingGather(),
+            (double)b.reduce_bucket / cost.saturatingReduce(), (double)b.pending / most_grads,
+            b.stretch, (double)b.make_room / states, std::to_string(b.make_room_each).c_str());
+  }
   return search.best()->plan;
 }
 

@@ -107,6 +107,8 @@ void ScheduleBuilder::planReductions() {
   Reduction open;
   Bytes bytes = 0;
   Nanos channel = 0;
+  std::size_t oldest = 0;  // of the reductions that are not waited for yet
+  Bytes pending = 0;       // their bytes
   const auto flush = [&](Index launch, Why why) {
     if (open.params.empty()) {
       return;
@@ -120,7 +122,7 @@ void ScheduleBuilder::planReductions() {
     }
     open.wait_reason = {open.wait == slots_ ? Why::Sunk : Why::BeforeUpdate};
     channel = std::max(channel, timeline_.reach[launch]) +
-              mulDiv(problem_.cost.reduce(bytes), settings_.patience, 1000);
+              mulDiv(problem_.cost.reduce(bytes), settings_.stretch, 1000);
     const auto done =
         std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
     const auto expected = std::min(static_cast<Index>(done - timeline_.reach.begin()), slots_);
@@ -134,6 +136,21 @@ void ScheduleBuilder::planReductions() {
       open.wait_reason = {Why::ForMemory};
     }
     memory_.add(launch, open.wait - 1, bytes);
+    for (; oldest < schedule_.reductions.size(); ++oldest) {
+      // A backlog of reductions only takes memory that would save gathers: the links cannot run
+      // faster.
+      Reduction& old = schedule_.reductions[oldest];
+      if (pending <= settings_.pending && old.wait > launch) {
+        break;
+      }
+      if (old.wait > launch) {
+        memory_.add(launch, old.wait - 1, -old.reason.a);
+        old.wait = launch;
+        old.wait_reason = {Why::ForMemory};
+      }
+      pending -= old.reason.a;
+    }
+    pending += bytes;
     schedule_.reductions.push_back(std::move(open));
     open = {};
     bytes = 0;

@@ -12,9 +12,12 @@ struct Settings {
   Bytes reserve = 0;        // memory that keeping parameters gathered leaves to prefetching
   Bytes gather_bucket = 0;  // gathers are fused up to this size
   Bytes reduce_bucket = 0;  // reductions are fused up to this size
-  int stretch = 1000;   // how much longer than alone a gather is expected to take, in thousandths
-  int patience = 1000;  // the same for a reduction
+  int stretch = 1000;  // how much longer than alone a gather is expected to take, in thousandths
+  Bytes pending =
+      0;  // gradients that may wait for their reduction at any time, beside the newest bucket
   Bytes make_room = 0;  // optimizer states to offload beyond what the budget forces
+  Bytes make_room_each =
+      0;  // activations to offload in every micro-batch beyond what the budget forces
 };
 
 // When the compute stream reaches each position (one more than there are slots), and which uses
@@ -39,7 +42,7 @@ class ScheduleBuilder {
   void planReductions();
   void planOffload();
   void offloadStates(Bytes wanted, bool forced);
-  void offloadBuffers();
+  void offloadBuffers(Bytes wanted, bool forced);
   void offloadShards();
   void requireFit();
   std::vector<char> keepGathered();

@@ -15,8 +15,8 @@ void ScheduleBuilder::planOffload() {
   if (over()) {
     offloadStates(usage_.resident, true);
   }
-  if (over()) {
-    offloadBuffers();
+  if (over() || settings_.make_room_each > 0) {
+    offloadBuffers(settings_.make_room_each, over());
   }
   if (over()) {
     offloadShards();
@@ -52,8 +52,7 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       move.need = slot;
       move.reload = slot;
       move.reason = {forced ? Why::OverBudget : Why::MakesRoom, state, 0};
-      if (offloaded < slot &&
-          memory_.max(0, offloaded - 1) + settings_.reserve <= problem_.budget) {
+      if (offloaded < slot && memory_.max(0, offloaded - 1) <= problem_.budget) {
         move.offload = 0;
         move.offloaded = offloaded;
         memory_.add(offloaded, slot - 1, -state);
@@ -96,9 +95,12 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
   }
 }
 
-// Activations that are made early and read late, over slots that do not fit.
-void ScheduleBuilder::offloadBuffers() {
+// Activations that are made early and read late: those over slots that do not fit, and `wanted`
+// bytes of each micro-batch.
+void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
   Nanos leaving = 0;
+  Index micro = kNone;
+  Bytes moved = 0;
   std::vector<std::size_t> mine;
   std::vector<Index> order;
   for (std::size_t b = 0; b < graph_.buffers.size(); ++b) {
@@ -125,20 +127,32 @@ void ScheduleBuilder::offloadBuffers() {
     }
     const Index inner_from = longest_from + 2;
     const Index inner_to = longest_to - 1;
-    const Index over = memory_.firstAbove(inner_from, inner_to, problem_.budget);
+    const Index over =
+        forced ? memory_.firstAbove(inner_from, inner_to, problem_.budget) : inner_to + 1;
+    const Nanos left =
+        std::max(leaving, timeline_.reach[longest_from + 1]) + problem_.cost.toHost(bytes);
     if (over > inner_to) {
-      continue;
+      // Worth it only while the copies keep up: gone before half of the time away is over.
+      const Index m = graph_.nodes[usage_.buffer_made[buffer]].micro;
+      moved = m == micro ? moved : 0;
+      micro = m;
+      const Nanos half = timeline_.reach[longest_from + 1] +
+                         (timeline_.reach[longest_to] - timeline_.reach[longest_from + 1]) / 2;
+      if (moved >= wanted || left > half) {
+        continue;
+      }
+      moved += bytes;
     }
-    leaving = std::max(leaving, timeline_.reach[longest_from + 1]) + problem_.cost.toHost(bytes);
+    leaving = left;
     const auto gone = std::lower_bound(timeline_.reach.begin(), timeline_.reach.end(), leaving);
     Move move;
     move.item = {ItemKind::Buffer, buffer};
     move.offload = longest_from + 1;
-    move.offloaded =
-        std::clamp(static_cast<Index>(gone - timeline_.reach.begin()), inner_from, over);
+    move.offloaded = std::clamp(static_cast<Index>(gone - timeline_.reach.begin()), inner_from,
+                                std::min(over, inner_to));
     move.reload = longest_to;
     move.need = longest_to;
-    move.reason = {Why::OverBudget, bytes, 0};
+    move.reason = {over > inner_to ? Why::MakesRoom : Why::OverBudget, bytes, 0};
     memory_.add(move.offloaded, longest_to - 1, -bytes);
     mine.push_back(schedule_.moves.size());
     schedule_.moves.push_back(move);
