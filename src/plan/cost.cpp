@@ -75,7 +75,7 @@ Nanos CostModel::leastCollective(const std::vector<Point>& points, Bytes bytes) 
 
 Bytes CostModel::saturating(const std::vector<Point>& points) const {
   // Sizes in steps of an eighth of a power of two.
-  for (Bytes base = 1 << 12; base < Bytes{1} << 34; base *= 2) {
+  for (Bytes base = 1 << 6; base < Bytes{1} << 34; base *= 2) {
     for (Bytes size = base; size < 2 * base; size += base / 8) {
       // The least time of a huge transfer, per size: latency does not count.
       const Nanos ideal =

@@ -1,6 +1,8 @@
 #include "deepcompile/plan/lower_bound.h"
 
 #include <algorithm>
+#include <array>
+#include <limits>
 
 namespace dc::plan {
 namespace {
@@ -85,19 +87,49 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
                      0, windows[w].room + std::min(movable, crossing(step - windows[w].before)));
   };
   const std::int64_t slowdown = cost.machine().slowdown;
+  // The room at a boundary is shared between what the next window finds gathered and what the last
+  // one left unreduced. The bound tries the shares k/8 to (k+1)/8 for the gathered part, each with
+  // the most that either side could have.
+  constexpr int kShares = 8;
   Sums sums;
+  const Sums unreached{std::numeric_limits<Nanos>::max() / 2, 0};
+  std::array<Sums, kShares> best;  // by the share at the window's start, over all windows before it
+  best.fill(unreached);
+  best[0] = {};
   Bytes away = 0;  // activations that could be away when a window begins
   for (std::size_t w = 0; w < windows.size(); ++w) {
     const Window& window = windows[w];
-    const Bytes held = w == 0 ? frozen : room(w);
-    const Nanos gathers = cost.leastGather(std::max<Bytes>(0, window.needed - held));
-    const Bytes carried = graph.stage == 1 ? window.reduced : room(w + 1);
-    const Nanos reductions = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
-    const Nanos links =
-        cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
-    sums.gathers += gathers;
-    sums.step += std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
+    const Bytes start_room = w == 0 ? 0 : room(w);
+    const Bytes end_room = room(w + 1);
+    std::array<Nanos, kShares> gathers{};
+    std::array<Nanos, kShares> reductions{};
+    for (int k = 0; k < kShares; ++k) {
+      const Bytes held = w == 0 ? frozen : mulDivUp(start_room, k + 1, kShares);
+      const Bytes carried =
+          graph.stage == 1 ? window.reduced : end_room - mulDiv(end_room, k, kShares);
+      gathers[k] = cost.leastGather(std::max<Bytes>(0, window.needed - held));
+      reductions[k] = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
+    }
+    std::array<Sums, kShares> next;
+    next.fill(unreached);
+    for (int from = 0; from < kShares; ++from) {
+      for (int to = 0; to < kShares; ++to) {
+        const Nanos links = cost.machine().shared_links ? gathers[from] + reductions[to]
+                                                        : std::max(gathers[from], reductions[to]);
+        const Nanos time =
+            std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
+        if (best[from].step + time < next[to].step) {
+          next[to] = {best[from].step + time, 0};
+        }
+      }
+    }
+    best = next;
+    sums.gathers += gathers[kShares - 1];
     away += std::min(window.activations, crossing(step - window.before));
+  }
+  sums.step = unreached.step;
+  for (const Sums& sum : best) {
+    sums.step = std::min(sums.step, sum.step);
   }
   // Each byte of activations that is away saves at most one byte of gathers after it and one of
   // reductions before it.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 
 #include "deepcompile/plan/memory.h"
 #include "deepcompile/plan/strategies/schedule_builder.h"
@@ -13,7 +14,9 @@ struct Attempt {
   Settings settings;
   Plan plan;
   Nanos step = 0;
+  Timeline input;     // what it was built for
   Timeline timeline;  // as simulated
+  Overrides overrides;
 };
 
 // When each position is reached if nothing ever waits.
@@ -107,17 +110,21 @@ class Search {
       : problem_(problem), undisturbed_(undisturbed(problem.graph)) {}
 
   // True when this became the best.
-  bool attempt(const Settings& settings, const Timeline& timeline) {
+  bool attempt(const Settings& settings, const Timeline& timeline,
+               const Overrides& overrides = {}) {
     ++attempts_;
     try {
       Attempt made;
       made.settings = settings;
-      made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline).build(), "planned");
+      made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(),
+                       "planned");
       const Simulation run = simulate(problem_.graph, problem_.cost, made.plan);
       made.step = run.step;
       if (best_ && best_->step <= made.step) {
         return false;
       }
+      made.input = timeline;
+      made.overrides = overrides;
       made.timeline = observed(problem_, made.plan, run);
       best_ = std::move(made);
       return true;
@@ -126,6 +133,13 @@ class Search {
         error_ = error;
       }
       return false;
+    }
+  }
+
+  // Takes over the other search's best if that is better.
+  void take(const Search& other) {
+    if (other.best_->step < best_->step) {
+      best_ = other.best_;
     }
   }
 
@@ -141,6 +155,80 @@ class Search {
   std::optional<Attempt> best_;
   std::optional<BudgetError> error_;
 };
+
+// Single decisions, turned one by one where that makes the step shorter: what stays gathered, which
+// gathers share a bucket, where gradients are flushed. How many are tried depends on the size of
+// the graph, so that planning stays near-linear.
+void polish(const Problem& problem, Search& search, std::size_t& left) {
+  const std::size_t slots = problem.graph.nodes.size();
+  std::size_t uses = 0;
+  for (std::size_t p = 0; p < problem.graph.params.size(); ++p) {
+    uses += problem.usage.uses[p].size();
+  }
+  Overrides trial = search.best()->overrides;
+  trial.keep.resize(uses, Overrides::Free);
+  trial.join.resize(uses, Overrides::Free);
+  trial.flush.resize(slots, Overrides::Free);
+  trial.settle.resize(slots, Overrides::Free);
+  bool improved = true;
+  while (improved && left > 0) {
+    improved = false;
+    for (auto* choices : {&trial.keep, &trial.join, &trial.flush, &trial.settle}) {
+      for (std::size_t i = 0; i < choices->size() && left > 0; ++i) {
+        if (choices == &trial.flush && problem.graph.nodes[i].grads.empty()) {
+          continue;
+        }
+        const Overrides::Choice before = (*choices)[i];
+        for (const Overrides::Choice other : {Overrides::Yes, Overrides::No, Overrides::Free}) {
+          if (other == before || left == 0) {
+            continue;
+          }
+          --left;
+          (*choices)[i] = other;
+          const Settings settings = search.best()->settings;
+          const Timeline timeline = search.best()->input;
+          if (search.attempt(settings, timeline, trial)) {
+            improved = true;
+            break;
+          }
+          (*choices)[i] = before;
+        }
+      }
+    }
+  }
+}
+
+// What no single turn improves, two or three turns at once may. The sequence of tries is the same
+// in every run.
+void kick(const Problem& problem, Search& search, std::size_t& left) {
+  std::uint64_t random = 88172645463325252ull;
+  const auto below = [&](std::size_t bound) {
+    random ^= random << 13;
+    random ^= random >> 7;
+    random ^= random << 17;
+    return static_cast<std::size_t>(random % bound);
+  };
+  while (left > 0) {
+    Overrides trial = search.best()->overrides;
+    if (trial.keep.empty() || trial.flush.empty()) {
+      return;
+    }
+    for (std::size_t turns = 2 + below(3); turns > 0; --turns) {
+      std::vector<Overrides::Choice>* choices[] = {&trial.keep, &trial.join, &trial.flush,
+                                                   &trial.settle};
+      std::vector<Overrides::Choice>& list = *choices[below(4)];
+      list[below(list.size())] = static_cast<Overrides::Choice>(below(3));
+    }
+    Search second(problem);
+    const Settings settings = search.best()->settings;
+    --left;
+    second.attempt(settings, search.best()->input, trial);
+    if (second.best()) {
+      polish(problem, second, left);
+      search.take(second);
+    }
+  }
+}
 
 }  // namespace
 
@@ -171,25 +259,51 @@ Plan Planned::plan(const Problem& problem) const {
   settings.pending = 8 * most_grads;
   // Large graphs get fewer attempts, so that planning stays a matter of a second or two.
   const int most = static_cast<int>(std::clamp<std::size_t>(
-      1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 40));
+      1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 60));
   const Timeline start = search.undisturbedTimeline();
-  search.attempt(settings, start);
+  // From several sides: with and without states away, with a long and a short backlog of
+  // reductions.
+  for (const Bytes room : {Bytes{0}, states}) {
+    for (const Bytes pending : {8 * most_grads, most_grads}) {
+      Settings other = settings;
+      other.make_room = room;
+      other.pending = pending;
+      search.attempt(other, start);
+      if (room > 0 && search.best()) {
+        search.attempt(other, Timeline(search.best()->timeline));
+      }
+    }
+  }
   if (!search.best()) {
     settings.reduce_bucket = 1;
     settings.reserve = 0;
     settings.gather_bucket = 1;
+    settings.pending = 0;
     search.attempt(settings, start);
     if (!search.best()) {
       throw *search.error();
     }
   }
+  // Without buckets: less latency hidden, but nothing waits for its neighbours.
+  for (const bool gathers : {false, true}) {
+    Settings other = search.best()->settings;
+    (gathers ? other.gather_bucket : other.reduce_bucket) = 1;
+    if (search.attempts() < most) {
+      search.attempt(other, start);
+    }
+  }
   // One thing at a time, for as long as it helps.
   const auto vary = [&](auto change) {
     bool helped = false;
-    for (int i = 0; i < 2 && search.attempts() < most; ++i) {
+    for (int i = 0; i < 3 && search.attempts() < most; ++i) {
       Settings other = search.best()->settings;
       change(other);
-      if (!search.attempt(other, start)) {
+      // Once by the times of the best plan so far, once by those of a step without stalls: in a
+      // step that waits for its links, the first say better when a copy or a gather must start;
+      // else the second.
+      const bool better =
+          search.attempt(other, Timeline(search.best()->timeline)) || search.attempt(other, start);
+      if (!better) {
         return helped;
       }
       helped = true;
@@ -202,7 +316,6 @@ Plan Planned::plan(const Problem& problem) const {
   const auto micros =
       static_cast<Bytes>(problem.graph.nodes.empty() ? 1 : problem.graph.nodes.back().micro + 1);
   for (int round = 0; round < 2; ++round) {
-    vary([&](Settings& s) { s.pending /= 4; });
     vary([&](Settings& s) {
       s.make_room = s.make_room == 0
                         ? std::min(states, crossing(cost.machine().to_device.bandwidth))
@@ -225,15 +338,33 @@ Plan Planned::plan(const Problem& problem) const {
       search.attempt(search.best()->settings, Timeline(search.best()->timeline));
     }
   }
-  if (getenv("TUNE")) {
-    auto& b = search.best()->settings;
-    fprintf(stderr,
-            "attempts %d reserve %.2f gb %.1f rb %.1f pending %.2f stretch %d room %.2f each %s\n",
-            search.attempts(), (double)b.reserve / largest,
-            (double)b.gather_bucket / cost.saturatingGather(),
-            (double)b.reduce_bucket / cost.saturatingReduce(), (double)b.pending / most_grads,
-            b.stretch, (double)b.make_room / states, std::to_string(b.make_room_each).c_str());
+  std::size_t left = std::min<std::size_t>(2000, 100000 / (problem.graph.nodes.size() + 1));
+  polish(problem, search, left);
+  // Turning single decisions ends where no single one helps. Other ways of building end elsewhere.
+  const Settings settled = search.best()->settings;
+  for (const auto& [buckets, reserve, pending] : {std::tuple{true, Bytes{0}, settled.pending},
+                                                  {false, Bytes{0}, 8 * most_grads},
+                                                  {false, settled.reserve, Bytes{0}},
+                                                  {true, largest, Bytes{0}}}) {
+    if (left == 0) {
+      break;
+    }
+    Settings other = settled;
+    other.reserve = reserve;
+    other.pending = pending;
+    other.stretch = 4 * settled.stretch;
+    if (!buckets) {
+      other.gather_bucket = 1;
+      other.reduce_bucket = 1;
+    }
+    Search second(problem);
+    second.attempt(other, start);
+    if (second.best()) {
+      polish(problem, second, left);
+      search.take(second);
+    }
   }
+  kick(problem, search, left);
   return search.best()->plan;
 }
 

@@ -46,12 +46,13 @@ std::vector<Bytes> leastMemory(const Problem& problem) {
 }
 
 ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& settings,
-                                 const Timeline& timeline)
+                                 const Timeline& timeline, const Overrides& overrides)
     : problem_(problem),
       graph_(problem.graph),
       usage_(problem.usage),
       settings_(settings),
       timeline_(timeline),
+      overrides_(overrides),
       slots_(static_cast<Index>(problem.graph.nodes.size())),
       memory_([&] {
         std::vector<Bytes> least = problem.usage.live;
@@ -109,6 +110,21 @@ void ScheduleBuilder::planReductions() {
   Nanos channel = 0;
   std::size_t oldest = 0;  // of the reductions that are not waited for yet
   Bytes pending = 0;       // their bytes
+  // Waits at `position` for the oldest reductions until no more than `most` bytes are pending.
+  const auto settle = [&](Index position, Bytes most) {
+    for (; oldest < schedule_.reductions.size(); ++oldest) {
+      Reduction& old = schedule_.reductions[oldest];
+      if (pending <= most && old.wait > position) {
+        break;
+      }
+      if (old.wait > position) {
+        memory_.add(position, old.wait - 1, -old.reason.a);
+        old.wait = position;
+        old.wait_reason = {Why::ForMemory};
+      }
+      pending -= old.reason.a;
+    }
+  };
   const auto flush = [&](Index launch, Why why) {
     if (open.params.empty()) {
       return;
@@ -136,20 +152,9 @@ void ScheduleBuilder::planReductions() {
       open.wait_reason = {Why::ForMemory};
     }
     memory_.add(launch, open.wait - 1, bytes);
-    for (; oldest < schedule_.reductions.size(); ++oldest) {
-      // A backlog of reductions only takes memory that would save gathers: the links cannot run
-      // faster.
-      Reduction& old = schedule_.reductions[oldest];
-      if (pending <= settings_.pending && old.wait > launch) {
-        break;
-      }
-      if (old.wait > launch) {
-        memory_.add(launch, old.wait - 1, -old.reason.a);
-        old.wait = launch;
-        old.wait_reason = {Why::ForMemory};
-      }
-      pending -= old.reason.a;
-    }
+    // A backlog of reductions only takes memory that would save gathers: the links cannot run
+    // faster.
+    settle(launch, settings_.pending);
     pending += bytes;
     schedule_.reductions.push_back(std::move(open));
     open = {};
@@ -169,6 +174,9 @@ void ScheduleBuilder::planReductions() {
         memory_.add(slot, slot, bytes);
       }
     }
+    if (choice(overrides_.settle, slot) == Overrides::Yes) {
+      settle(slot, -1);
+    }
     for (const Index param : node.grads) {
       const auto slots = usage_.contributions[param];
       const Index next = ++seen[param];
@@ -185,7 +193,9 @@ void ScheduleBuilder::planReductions() {
         bytes += graph_.params[param].grad;
       }
     }
-    if (bytes >= settings_.reduce_bucket) {
+    const Overrides::Choice choose = choice(overrides_.flush, slot);
+    if (choose == Overrides::Yes ||
+        (choose == Overrides::Free && bytes >= settings_.reduce_bucket)) {
       flush(slot + 1, Why::BucketFull);
     }
   }
@@ -229,7 +239,13 @@ std::vector<char> ScheduleBuilder::keepGathered() {
       gap.value =
           mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
       gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
-      gaps.push_back(gap);
+      const Overrides::Choice choose = choice(overrides_.keep, use);
+      if (choose == Overrides::Yes) {
+        gap.lifetime = 0;  // before all others
+      }
+      if (choose != Overrides::No) {
+        gaps.push_back(gap);
+      }
     }
   }
   std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
@@ -237,7 +253,8 @@ std::vector<char> ScheduleBuilder::keepGathered() {
   });
   for (const Gap& gap : gaps) {
     const Bytes bytes = graph_.params[gap.param].bytes;
-    if (memory_.max(gap.begin, gap.end) + bytes + settings_.reserve <= problem_.budget) {
+    const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
+    if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {
       memory_.add(gap.begin, gap.end, bytes);
       kept[gap.use] = 1;
     }
@@ -295,10 +312,16 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
   std::vector<Bucket> buckets;
   std::vector<Residency>& all = schedule_.residencies;
   std::vector<Index> earliest(all.size(), 0);
+  std::vector<Index> use_of(overrides_.join.empty() ? 0 : all.size(), 0);
   std::vector<Index> free_from(graph_.params.size(), 0);
   for (std::size_t i = 0; i < all.size(); ++i) {
     earliest[i] = free_from[all[i].param];
     free_from[all[i].param] = all[i].last + 1;
+  }
+  for (std::size_t i = 0; i < use_of.size(); ++i) {
+    const auto uses = usage_.uses[all[i].param];
+    const auto at = std::lower_bound(uses.begin(), uses.end(), all[i].first);
+    use_of[i] = first_gap_[all[i].param] + static_cast<Index>(at - uses.begin());
   }
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Bytes bytes = graph_.params[all[i].param].bytes;
@@ -312,9 +335,13 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
       // Joining must not hold the later one much longer than its own gather takes.
       const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
       const Nanos worth = 4 * problem_.cost.gather(bytes);
-      if ((same_slot && (small || bytes < settings_.gather_bucket)) ||
-          (!same_slot && small && earlier <= worth && earliest[i] <= open.first &&
-           memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
+      const bool wanted =
+          same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
+      const Overrides::Choice choose =
+          use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
+      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) &&
+          earliest[i] <= open.first &&
+          (same_slot || memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
         memory_.add(open.first, all[i].first - 1, held);
         open.held += held;
         open.earliest = std::max(open.earliest, earliest[i]);

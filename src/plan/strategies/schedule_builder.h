@@ -29,10 +29,22 @@ struct Timeline {
   std::vector<std::int32_t> weight;
 };
 
+// Single decisions that a build must take, against its own rules. Empty vectors: none.
+struct Overrides {
+  enum Choice : std::uint8_t { Free, Yes, No };
+  std::vector<Choice>
+      keep;  // by use (as Timeline::weight): the parameter stays from the use before
+  std::vector<Choice> join;   // by use: its gather joins the bucket of the gather before
+  std::vector<Choice> flush;  // by slot: the bucket of gradients is reduced after it
+  std::vector<Choice>
+      settle;  // by slot: all reductions are waited for before it, to give their memory back
+};
+
 class ScheduleBuilder {
  public:
   // Throws BudgetError when nothing fits.
-  ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline);
+  ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline,
+                  const Overrides& overrides);
   Schedule build();
 
  private:
@@ -49,6 +61,9 @@ class ScheduleBuilder {
   void makeResidencies(const std::vector<char>& kept);
   void prefetch();
   std::vector<Bucket> bucketGathers();
+  static Overrides::Choice choice(const std::vector<Overrides::Choice>& choices, Index at) {
+    return choices.empty() ? Overrides::Free : choices[at];
+  }
   Index positionAt(Nanos time, Index latest) const;
 
   const Problem& problem_;
@@ -56,6 +71,7 @@ class ScheduleBuilder {
   const Usage& usage_;
   const Settings& settings_;
   const Timeline& timeline_;
+  const Overrides& overrides_;
   const Index slots_;
   MemoryTree memory_;
   Schedule schedule_;

@@ -23,7 +23,8 @@ node b2 compute time=1us phase=backward uses=b grads=b
 node b1 compute time=1us phase=backward uses=a reads=x grads=a
 node u optimizer time=1us updates=a,b after=b1
 )";
-constexpr const char* kMachine = "machine m\nshared_links no\ngather 100:1us 200:2us\nreduce 100:1us 200:2us\n";
+constexpr const char* kMachine =
+    "machine m\nshared_links no\ngather 100:1us 200:2us\nreduce 100:1us 200:2us\n";
 constexpr const char* kPlan = R"(
 plan hand
 budget 1000
@@ -70,7 +71,8 @@ TEST(Simulator, GathersRunBesideComputeAndOnlyTheirExcessIsExposed) {
 
 TEST(Simulator, ComputeIsSlowerWhileACollectiveRuns) {
   const Fixture f;
-  // f1, b2 and b1 run beside a collective of 1 us; at half speed for that time each of them loses half of it.
+  // f1, b2 and b1 run beside a collective of 1 us; at half speed for that time each of them loses
+  // half of it.
   EXPECT_EQ(f.run("slowdown 1000\n").step, 7000 + 3 * 500);
 }
 
@@ -131,10 +133,11 @@ TEST(Simulator, MemoryFollowsFromTheOrder) {
   const Fixture f;
   const MemoryProfile profile = memoryProfile(f.graph, f.usage, f.plan);
   const Bytes resident = 50 + 50;
-  EXPECT_EQ(profile.at[3], resident + 200 + 30);      // f1: both parameters and x
-  EXPECT_EQ(profile.at[6], resident + 100 + 30 + 7);  // f2: b, x and its workspace
+  EXPECT_EQ(profile.at[3], resident + 200 + 30);        // f1: both parameters and x
+  EXPECT_EQ(profile.at[6], resident + 100 + 30 + 7);    // f2: b, x and its workspace
   EXPECT_EQ(profile.at[8], resident + 200 + 30 + 100);  // b2: both parameters, x, the gradient of b
-  EXPECT_EQ(profile.peak, resident + 100 + 30 + 200 > profile.at[8] ? resident + 330 : profile.at[8]);
+  EXPECT_EQ(profile.peak,
+            resident + 100 + 30 + 200 > profile.at[8] ? resident + 330 : profile.at[8]);
   EXPECT_EQ(profile.at.back(), resident);
   Bytes held = 0;
   for (const Holder& holder : holders(f.graph, f.usage, f.plan, profile.peak_at)) {
@@ -147,14 +150,16 @@ TEST(LowerBound, NoPlanIsFaster) {
   const Fixture f;
   const CostModel cost(parseMachine(kMachine), 2);
   const LowerBound bound = lowerBound(f.graph, f.usage, cost, f.plan.budget);
-  EXPECT_EQ(bound.best, 7000);  // the first gather, five nodes, the last reduction: this plan is optimal
+  EXPECT_EQ(bound.best,
+            7000);  // the first gather, five nodes, the last reduction: this plan is optimal
   EXPECT_LE(bound.best, f.run().step);
 }
 
 TEST(LowerBound, WithoutRoomToStayGatheredTheGathersOfBackwardCount) {
   const Fixture f;
   const CostModel cost(parseMachine(kMachine), 2);
-  // a stays unused over f2 and b2, which need 100 for b, 30 for x and 100 for its gradient beside the 100 of shards.
+  // a stays unused over f2 and b2, which need 100 for b, 30 for x and 100 for its gradient beside
+  // the 100 of shards.
   EXPECT_EQ(lowerBound(f.graph, f.usage, cost, 1000).gathers, 2000);
   EXPECT_EQ(lowerBound(f.graph, f.usage, CostModel(parseMachine(kMachine), 2), 250).gathers, 3000);
 }
