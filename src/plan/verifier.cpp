@@ -184,6 +184,17 @@ class Verifier {
     for (const Param& p : graph_.params) {
       held_ += p.shard + p.accum + p.state;
     }
+    std::vector<char> present(graph_.nodes.size(), 0);
+    for (const Instruction& in : plan_.instructions) {
+      if (in.node != kNone) {
+        present[in.node] = 1;
+      }
+    }
+    for (std::size_t n = 0; n < present.size(); ++n) {
+      if (present[n] == 0) {
+        refuse(Property::EveryNodeOnce, concat("node '", graph_.nodes[n].name, "' never runs"));
+      }
+    }
     for (std::size_t n = 0; n < graph_.nodes.size(); ++n) {
       for (const Index b : graph_.nodes[n].makes) {
         maker_[b] = static_cast<Index>(n);
@@ -469,12 +480,13 @@ class Verifier {
     const Node& it = graph_.nodes[n];
     if (ran_[n] != 0) {
       refuse(Property::EveryNodeOnce, concat("node '", it.name, "' runs twice"));
+      return;
     }
     ran_[n] = 1;
     // The order of the graph is the order of execution: memory that a node is the last to read is
     // free after it.
     if (n != next_) {
-      refuse(n > next_ ? Property::EveryNodeOnce : Property::DependenciesFirst,
+      refuse(Property::DependenciesFirst,
              concat("node '", it.name, "' runs where '", node(next_), "' is due"));
     }
     ++next_;
@@ -551,9 +563,6 @@ class Verifier {
 
   void end() {
     at_ = kNone;
-    if (static_cast<std::size_t>(next_) < graph_.nodes.size()) {
-      refuse(Property::EveryNodeOnce, concat("node '", node(next_), "' never runs"));
-    }
     for (std::size_t op = 0; op < ops_.size(); ++op) {
       const bool returns_memory = ops_[op].returns > 0;
       if (returns_memory && !ops_[op].waited) {

@@ -156,6 +156,35 @@ class Search {
   std::optional<BudgetError> error_;
 };
 
+// Nothing fits: an error that names the least budget for which a plan exists (found by halving) and
+// what needs it there.
+BudgetError leastBudget(const Problem& problem, const Settings& settings,
+                        const Timeline& timeline) {
+  const auto attempt = [&](Bytes budget) -> std::optional<BudgetError> {
+    const Problem other{problem.graph, problem.usage, problem.cost, budget};
+    try {
+      ScheduleBuilder(other, settings, timeline, {}).build();
+      return std::nullopt;
+    } catch (const BudgetError& error) {
+      return error;
+    }
+  };
+  Bytes low = problem.budget;
+  Bytes high = std::max<Bytes>(2 * problem.budget, 1);
+  while (attempt(high)) {
+    low = high;
+    high *= 2;
+  }
+  while (high - low > 1) {
+    const Bytes middle = low + (high - low) / 2;
+    (attempt(middle) ? low : high) = middle;
+  }
+  const BudgetError reason = *attempt(low);
+  return BudgetError(concat("a budget of ", problem.budget, " bytes is too small: at least ", high,
+                            " bytes are needed. With ", low, ": ", reason.what()),
+                     high);
+}
+
 // Single decisions, turned one by one where that makes the step shorter: what stays gathered, which
 // gathers share a bucket, where gradients are flushed. How many are tried depends on the size of
 // the graph, so that planning stays near-linear.
@@ -281,7 +310,7 @@ Plan Planned::plan(const Problem& problem) const {
     settings.pending = 0;
     search.attempt(settings, start);
     if (!search.best()) {
-      throw *search.error();
+      throw leastBudget(problem, settings, start);
     }
   }
   // Without buckets: less latency hidden, but nothing waits for its neighbours.

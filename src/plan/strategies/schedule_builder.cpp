@@ -207,10 +207,10 @@ void ScheduleBuilder::requireFit() {
   if (slots_ > 0 && peak > problem_.budget) {
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
     throw BudgetError(
-        concat("a budget of ", problem_.budget, " bytes is too small: at least ", peak,
-               " bytes are needed, at node '", graph_.nodes[at].name, "' (", usage_.gathered[at],
+        concat("node '", graph_.nodes[at].name, "' needs ", peak,
+               " bytes when all that can leave has left: ", usage_.gathered[at],
                " for the gathered parameters that it uses, ", peak - usage_.gathered[at],
-               " for shards, gradients, activations and workspace)"),
+               " for shards, gradients, activations and workspace"),
         peak);
   }
 }

@@ -51,7 +51,8 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       move.item = {ItemKind::State, param};
       move.need = slot;
       move.reload = slot;
-      move.reason = {forced ? Why::OverBudget : Why::MakesRoom, state, 0};
+      const bool over = memory_.max(0, slots_ - 1) > problem_.budget;
+      move.reason = {over ? Why::OverBudget : Why::MakesRoom, state, 0};
       if (offloaded < slot && memory_.max(0, offloaded - 1) <= problem_.budget) {
         move.offload = 0;
         move.offloaded = offloaded;
@@ -193,7 +194,16 @@ void ScheduleBuilder::offloadShards() {
         graph_.params[p].persistent) {
       continue;
     }
-    const Move& move = schedule_.moves[move_of[p]];
+    Move& move = schedule_.moves[move_of[p]];
+    const Index last_use = usage_.uses[p].empty() ? kNone : usage_.uses[p].back();
+    if (move.need <= last_use) {
+      continue;
+    }
+    if (move.reload <= last_use) {
+      // Shard and states come back together, after the shard's last visit for a gather.
+      memory_.add(move.reload, last_use, -deviceBytes(graph_, move.item));
+      move.reload = last_use + 1;
+    }
     schedule_.shard_on_host[p] = 1;
     memory_.add(0, slots_ - 1, -shard);
     memory_.add(move.reload, move.offloaded - 1, shard);
