@@ -11,38 +11,36 @@ namespace {
 // runs, except what memory holds when it begins; what it contributes must be reduced while it runs,
 // except what memory holds when it ends.
 struct Window {
-  Nanos before = 0;  // compute of all slots before it
   Nanos compute = 0;
   Bytes needed = 0;       // parameters that it uses, each once
   Bytes reduced = 0;      // gradients that it completes
   Bytes room = 0;         // memory for gathered parameters and gradients while its first slot runs
   Bytes activations = 0;  // live at that time
+  bool update = false;    // of the optimizer
 };
 
 std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes budget) {
   std::vector<Window> windows;
   std::vector<Index> used_in(graph.params.size(), kNone);
   std::vector<Index> seen(graph.params.size(), 0);
-  Nanos now = 0;
   for (std::size_t slot = 0; slot < graph.nodes.size(); ++slot) {
     const Node& node = graph.nodes[slot];
     if (slot == 0 || node.phase != graph.nodes[slot - 1].phase ||
         node.micro != graph.nodes[slot - 1].micro) {
-      Bytes grads = 0;
+      Bytes beside = node.workspace;
       for (const Index param : node.grads) {
-        grads += graph.params[param].grad;
+        beside += graph.params[param].grad;
       }
       Window window;
-      window.before = now;
-      // The gradients that the slot itself makes are not there yet when it begins.
-      const Bytes live = usage.live[slot] - grads - node.workspace;
-      window.room = budget - live;
-      window.activations = std::max<Bytes>(0, live - usage.resident);
+      window.update = node.kind == NodeKind::Optimizer;
+      // What was gathered before the window and is used in it is there while its first slot runs,
+      // and so is what is not reduced yet.
+      window.room = budget - usage.live[slot];
+      window.activations = std::max<Bytes>(0, usage.live[slot] - usage.resident - beside);
       windows.push_back(window);
     }
     Window& window = windows.back();
     window.compute += node.time;
-    now += node.time;
     for (const Index param : usage.needs[slot]) {
       if (used_in[param] != static_cast<Index>(windows.size())) {
         used_in[param] = static_cast<Index>(windows.size());
@@ -61,6 +59,25 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
   return windows;
 }
 
+// The least time of a window when everything movable is away: for when windows begin at the
+// earliest, and how much of the step is left after they begin at the most.
+Nanos leastOf(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
+              std::size_t w, Bytes frozen, Bytes movable) {
+  const auto room = [&](std::size_t at) -> Bytes {
+    return at == windows.size()
+               ? 0
+               : std::max<Bytes>(0, windows[at].room + movable + windows[at].activations);
+  };
+  const Window& window = windows[w];
+  const Nanos gathers =
+      cost.leastGather(std::max<Bytes>(0, window.needed - (w == 0 ? frozen : room(w))));
+  const Bytes carried = graph.stage == 1 ? window.reduced : room(w + 1);
+  const Nanos reductions = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
+  const Nanos links =
+      cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
+  return std::max(links, window.compute);
+}
+
 struct Sums {
   Nanos step = 0;  // over the windows, the larger of compute and links
   Nanos gathers = 0;
@@ -75,16 +92,30 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
   for (const Param& param : graph.params) {
     movable += param.state + param.shard;
   }
-  const auto crossing = [&](Nanos time) {
-    return static_cast<Bytes>(std::min<Wide>(kLargest, static_cast<Wide>(std::max<Nanos>(0, time)) *
-                                                           cost.machine().to_device.bandwidth /
-                                                           1000000000));
+  const auto crossing = [&](Nanos time, const Link& link) {
+    return static_cast<Bytes>(std::min<Wide>(
+        kLargest, static_cast<Wide>(std::max<Nanos>(0, time)) * link.bandwidth / 1000000000));
+  };
+  const Link& back = cost.machine().to_device;
+  const Link& out = cost.machine().to_host;
+  // What is away when a window begins has left before, or began the step on the host and leaves
+  // after its update; and it comes back after.
+  std::vector<Nanos> begin(windows.size() + 1, 0);
+  for (std::size_t w = 0; w < windows.size(); ++w) {
+    begin[w + 1] = begin[w] + leastOf(graph, cost, windows, w, frozen, movable);
+  }
+  const Nanos all = begin[windows.size()];
+  std::size_t update = windows.size();
+  while (update > 0 && windows[update - 1].update) {
+    --update;
+  }
+  const Bytes leaves_after = crossing(step - begin[update], out);
+  const auto away_at = [&](std::size_t w) {
+    const Bytes left = crossing(step - (all - begin[w]), out) + leaves_after;
+    return std::min({movable, crossing(step - begin[w], back), left});
   };
   const auto room = [&](std::size_t w) -> Bytes {
-    return w == windows.size()
-               ? 0
-               : std::max<Bytes>(
-                     0, windows[w].room + std::min(movable, crossing(step - windows[w].before)));
+    return w == windows.size() ? 0 : std::max<Bytes>(0, windows[w].room + away_at(w));
   };
   const std::int64_t slowdown = cost.machine().slowdown;
   // The room at a boundary is shared between what the next window finds gathered and what the last
@@ -125,16 +156,15 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
     }
     best = next;
     sums.gathers += gathers[kShares - 1];
-    away += std::min(window.activations, crossing(step - window.before));
+    away += std::min(window.activations, crossing(step - begin[w], back));
   }
   sums.step = unreached.step;
   for (const Sums& sum : best) {
     sums.step = std::min(sums.step, sum.step);
   }
-  // Each byte of activations that is away saves at most one byte of gathers after it and one of
-  // reductions before it.
-  const Bytes saved = std::min(away, crossing(step));
-  const Nanos credit = cost.leastGather(saved) + cost.leastReduce(saved);
+  // Each byte of activations that is away makes room for one byte more, gathered or not reduced.
+  const Bytes saved = std::min(away, crossing(step, back));
+  const Nanos credit = std::max(cost.leastGather(saved), cost.leastReduce(saved));
   sums.step = std::max<Nanos>(0, sums.step - credit);
   sums.gathers = std::max<Nanos>(0, sums.gathers - cost.leastGather(saved));
   return sums;

@@ -75,10 +75,12 @@ ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& setting
 
 Schedule ScheduleBuilder::build() {
   planOffload();
+  keepInBlocks();
   planReductions();
   requireFit();
   if (graph_.stage == 3) {
-    makeResidencies(keepGathered());
+    keepGathered();
+    makeResidencies();
     prefetch();
   } else {
     schedule_.residencies = refreshAfterUpdate(problem_, settings_.gather_bucket);
@@ -215,11 +217,37 @@ void ScheduleBuilder::requireFit() {
   }
 }
 
+// Inside a block a parameter is soon used again (computed again, then in backward): this comes
+// before all else that takes memory, since a gather for so short a time would be in the way of
+// every other.
+void ScheduleBuilder::keepInBlocks() {
+  kept_.assign(static_cast<std::size_t>(first_gap_.back()), 0);
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const auto uses = usage_.uses[p];
+    const Bytes bytes = graph_.params[p].bytes;
+    for (std::size_t i = 1; i < uses.size() && !graph_.params[p].persistent; ++i) {
+      const Node& before = graph_.nodes[uses[i - 1]];
+      const Node& after = graph_.nodes[uses[i]];
+      const Index use = first_gap_[p] + static_cast<Index>(i);
+      const Index update = usage_.update[p];
+      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
+        continue;  // stale after the update
+      }
+      if (before.block == after.block && before.phase == after.phase &&
+          before.micro == after.micro && uses[i] > uses[i - 1] + 1 &&
+          choice(overrides_.keep, use) != Overrides::No &&
+          memory_.max(uses[i - 1] + 1, uses[i] - 1) + bytes <= problem_.budget) {
+        memory_.add(uses[i - 1] + 1, uses[i] - 1, bytes);
+        kept_[use] = 1;
+      }
+    }
+  }
+}
+
 // Which uses need no gather of their own because the parameter has stayed from the use before. The
 // most valuable first: exposed time saved per byte and time that the byte is held. What does not
 // fit is skipped, what comes after it still tried.
-std::vector<char> ScheduleBuilder::keepGathered() {
-  std::vector<char> kept(static_cast<std::size_t>(first_gap_.back()), 0);
+void ScheduleBuilder::keepGathered() {
   std::vector<Gap> gaps;
   for (std::size_t p = 0; p < graph_.params.size(); ++p) {
     const Param& param = graph_.params[p];
@@ -230,8 +258,11 @@ std::vector<char> ScheduleBuilder::keepGathered() {
       if (update != kNone && uses[i - 1] < update && update < uses[i]) {
         continue;  // stale after the update
       }
+      if (kept_[use] != 0) {
+        continue;
+      }
       if (param.persistent || uses[i] == uses[i - 1] + 1) {
-        kept[use] = 1;  // memory for it is counted already, or none is needed
+        kept_[use] = 1;  // memory for it is counted already, or none is needed
         continue;
       }
       Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
@@ -256,19 +287,18 @@ std::vector<char> ScheduleBuilder::keepGathered() {
     const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
     if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {
       memory_.add(gap.begin, gap.end, bytes);
-      kept[gap.use] = 1;
+      kept_[gap.use] = 1;
     }
   }
-  return kept;
 }
 
-void ScheduleBuilder::makeResidencies(const std::vector<char>& kept) {
+void ScheduleBuilder::makeResidencies() {
   for (std::size_t p = 0; p < graph_.params.size(); ++p) {
     const Param& param = graph_.params[p];
     const auto uses = usage_.uses[p];
     const auto all_kept = [&] {
       for (std::size_t i = 1; i < uses.size(); ++i) {
-        if (kept[first_gap_[p] + static_cast<Index>(i)] == 0) {
+        if (kept_[first_gap_[p] + static_cast<Index>(i)] == 0) {
           return false;
         }
       }
@@ -285,7 +315,7 @@ void ScheduleBuilder::makeResidencies(const std::vector<char>& kept) {
       continue;
     }
     for (std::size_t i = 0; i < uses.size(); ++i) {
-      if (i > 0 && kept[first_gap_[p] + static_cast<Index>(i)] != 0) {
+      if (i > 0 && kept_[first_gap_[p] + static_cast<Index>(i)] != 0) {
         schedule_.residencies.back().last = uses[i];
         continue;
       }

@@ -57,8 +57,9 @@ class ScheduleBuilder {
   void offloadBuffers(Bytes wanted, bool forced);
   void offloadShards();
   void requireFit();
-  std::vector<char> keepGathered();
-  void makeResidencies(const std::vector<char>& kept);
+  void keepInBlocks();
+  void keepGathered();
+  void makeResidencies();
   void prefetch();
   std::vector<Bucket> bucketGathers();
   static Overrides::Choice choice(const std::vector<Overrides::Choice>& choices, Index at) {
@@ -75,6 +76,8 @@ class ScheduleBuilder {
   const Index slots_;
   MemoryTree memory_;
   Schedule schedule_;
+  std::vector<char>
+      kept_;  // by use: no gather of its own, the parameter has stayed from the use before
   std::vector<Index> first_gap_;  // parameter -> index of its first use among all uses
 };
 

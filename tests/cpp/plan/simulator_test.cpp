@@ -161,7 +161,7 @@ TEST(LowerBound, WithoutRoomToStayGatheredTheGathersOfBackwardCount) {
   // a stays unused over f2 and b2, which need 100 for b, 30 for x and 100 for its gradient beside
   // the 100 of shards.
   EXPECT_EQ(lowerBound(f.graph, f.usage, cost, 1000).gathers, 2000);
-  EXPECT_EQ(lowerBound(f.graph, f.usage, CostModel(parseMachine(kMachine), 2), 250).gathers, 3000);
+  EXPECT_EQ(lowerBound(f.graph, f.usage, CostModel(parseMachine(kMachine), 2), 340).gathers, 3000);
 }
 
 }  // namespace
