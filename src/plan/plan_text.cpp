@@ -142,11 +142,11 @@ std::string nameOf(const StepGraph& graph, const Item& item) {
     case ItemKind::Param:
       return graph.params[item.id].name;
     case ItemKind::State:
-      return "state:" + graph.params[item.id].name;
+      return concat("state:", graph.params[item.id].name);
     case ItemKind::Shard:
-      return "shard:" + graph.params[item.id].name;
+      return concat("shard:", graph.params[item.id].name);
     default:
-      return "buffer:" + graph.buffers[item.id].name;
+      return concat("buffer:", graph.buffers[item.id].name);
   }
 }
 
@@ -157,17 +157,17 @@ Plan parsePlan(std::string_view text, const StepGraph& graph, const std::string&
 std::string print(const StepGraph& graph, const Plan& plan) {
   std::string out = concat("plan ", plan.strategy, "\nbudget ", exactBytes(plan.budget), "\n");
   for (const Item& item : plan.start_on_host) {
-    out += "start host " + nameOf(graph, item) + "\n";
+    out += concat("start host ", nameOf(graph, item), "\n");
   }
   for (const Index param : plan.start_gathered) {
-    out += "start gathered " + graph.params[param].name + "\n";
+    out += concat("start gathered ", graph.params[param].name, "\n");
   }
   std::vector<char> letter(static_cast<std::size_t>(plan.ops), '?');
   for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
     const Instruction& instruction = plan.instructions[i];
     std::string line(name(instruction.kind));
     if (instruction.node != kNone) {
-      line += " " + graph.nodes[instruction.node].name;
+      line += concat(" ", graph.nodes[instruction.node].name);
     }
     if (instruction.op != kNone) {
       if (instruction.kind != NodeKind::Wait) {
@@ -176,12 +176,12 @@ std::string print(const StepGraph& graph, const Plan& plan) {
       line += concat(" ", letter[instruction.op], instruction.op);
     }
     for (const Item& item : plan.itemsOf(instruction)) {
-      line += " " + nameOf(graph, item);
+      line += concat(" ", nameOf(graph, item));
     }
     const std::string why = explain(plan.reasons[i]);
     out += line;
     if (!why.empty()) {
-      out += std::string(line.size() < 40 ? 40 - line.size() : 1, ' ') + " # " + why;
+      out += concat(std::string(line.size() < 40 ? 40 - line.size() : 1, ' '), " # ", why);
     }
     out += '\n';
   }

@@ -21,7 +21,7 @@ std::string itemsText(const StepGraph& graph, const Plan& plan, const Instructio
   std::string text;
   const auto items = plan.itemsOf(in);
   for (std::size_t i = 0; i < items.size() && i < 4; ++i) {
-    text += (i > 0 ? " " : "") + nameOf(graph, items[i]);
+    text += concat(i > 0 ? " " : "", nameOf(graph, items[i]));
   }
   return items.size() > 4 ? text + concat(" and ", items.size() - 4, " more") : text;
 }
@@ -103,7 +103,8 @@ std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostMo
     const std::string why = explain(plan.reasons[i]);
     out += concat("  ", name(in.kind), " ", itemsText(graph, plan, in), ": ",
                   roundNanos(run.end[i] - run.start[i]), " from ", roundNanos(run.start[i]),
-                  ", exposed ", roundNanos(run.stall[in.op]), why.empty() ? "" : "; " + why, "\n");
+                  ", exposed ", roundNanos(run.stall[in.op]), why.empty() ? "" : concat("; ", why),
+                  "\n");
   }
   Bytes kept = 0;
   Bytes again = 0;

@@ -253,11 +253,11 @@ std::string exactNanos(Nanos nanos) {
 }
 
 std::string roundBytes(Bytes bytes) {
-  return bytes < 0 ? "-" + roundBytes(-bytes)
+  return bytes < 0 ? concat("-", roundBytes(-bytes))
                    : rounded(bytes, {{"B", 1}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}});
 }
 std::string roundNanos(Nanos nanos) {
-  return nanos < 0 ? "-" + roundNanos(-nanos)
+  return nanos < 0 ? concat("-", roundNanos(-nanos))
                    : rounded(nanos, {{"ns", 1}, {"us", 1e3}, {"ms", 1e6}, {"s", 1e9}});
 }
 

@@ -44,13 +44,13 @@ class Texts {
         "budget",  "inside", "gather", "slowdown", "launch", "plan",     "start",   "compute",
         "release", "wait",   "reduce", "offload",  "reload", "optimizer"};
     const auto pick = [&](const auto& list) { return std::string(list[below(std::size(list))]); };
-    std::string text = pick(heads) + " " + pick(names);
+    std::string text = concat(pick(heads), " ", pick(names));
     if (text.starts_with("node")) {
       text += below(4) == 0 ? " optimizer" : " compute";
     }
     for (std::size_t i = below(6); i > 0; --i) {
-      text += " " + pick(keys) + "=" + (below(2) == 0 ? pick(values) : pick(names));
-      text += below(5) == 0 ? "," + pick(names) : "";
+      text += concat(" ", pick(keys), "=", below(2) == 0 ? pick(values) : pick(names));
+      text += below(5) == 0 ? concat(",", pick(names)) : "";
     }
     return text + (below(9) == 0 ? " # note" : "");
   }
