@@ -14,10 +14,24 @@ struct Window {
   Nanos compute = 0;
   Bytes needed = 0;       // parameters that it uses, each once
   Bytes reduced = 0;      // gradients that it completes
-  Bytes room = 0;         // memory for gathered parameters and gradients while its first slot runs
-  Bytes activations = 0;  // live at that time
+  Bytes room = 0;         // beside the slot before it: for what is gathered and what is not reduced
+  Bytes first_room = 0;   // beside its first slot: for what is gathered
+  Bytes activations = 0;  // live in these two slots at most
+  Bytes fresh = 0;        // gradients that the slot before it made itself, not part of the room
   bool update = false;    // of the optimizer
 };
+
+Bytes gradsOf(const StepGraph& graph, std::size_t slot) {
+  Bytes bytes = 0;
+  for (const Index param : graph.nodes[slot].grads) {
+    bytes += graph.params[param].grad;
+  }
+  return bytes;
+}
+
+Bytes buffersAt(const StepGraph& graph, const Usage& usage, std::size_t slot) {
+  return usage.live[slot] - usage.resident - graph.nodes[slot].workspace - gradsOf(graph, slot);
+}
 
 std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes budget) {
   std::vector<Window> windows;
@@ -27,16 +41,20 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
     const Node& node = graph.nodes[slot];
     if (slot == 0 || node.phase != graph.nodes[slot - 1].phase ||
         node.micro != graph.nodes[slot - 1].micro) {
-      Bytes beside = node.workspace;
-      for (const Index param : node.grads) {
-        beside += graph.params[param].grad;
-      }
+      // A window lasts from the end of the slot before it to the end of its own last slot. What was
+      // gathered before it and is used in it is there while both that slot and its first slot run:
+      // a gather that stands after a slot starts after it. What is not reduced yet when the window
+      // begins is there while the slot before it runs.
       Window window;
       window.update = node.kind == NodeKind::Optimizer;
-      // What was gathered before the window and is used in it is there while its first slot runs,
-      // and so is what is not reduced yet.
-      window.room = budget - usage.live[slot];
-      window.activations = std::max<Bytes>(0, usage.live[slot] - usage.resident - beside);
+      window.first_room = budget - usage.live[slot];
+      window.room = window.first_room;
+      window.activations = buffersAt(graph, usage, slot);
+      if (slot > 0) {
+        window.room = budget - usage.live[slot - 1];
+        window.activations = std::max(window.activations, buffersAt(graph, usage, slot - 1));
+        window.fresh = gradsOf(graph, slot - 1);
+      }
       windows.push_back(window);
     }
     Window& window = windows.back();
@@ -63,15 +81,15 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
 // earliest, and how much of the step is left after they begin at the most.
 Nanos leastOf(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
               std::size_t w, Bytes frozen, Bytes movable) {
-  const auto room = [&](std::size_t at) -> Bytes {
-    return at == windows.size()
-               ? 0
-               : std::max<Bytes>(0, windows[at].room + movable + windows[at].activations);
-  };
   const Window& window = windows[w];
-  const Nanos gathers =
-      cost.leastGather(std::max<Bytes>(0, window.needed - (w == 0 ? frozen : room(w))));
-  const Bytes carried = graph.stage == 1 ? window.reduced : room(w + 1);
+  const auto room = [&](Bytes bytes, std::size_t at) {
+    return std::max<Bytes>(0, bytes + movable + windows[at].activations);
+  };
+  const Bytes held = w == 0 ? frozen : std::min(room(window.room, w), room(window.first_room, w));
+  const Nanos gathers = cost.leastGather(std::max<Bytes>(0, window.needed - held));
+  const Bytes left =
+      w + 1 == windows.size() ? 0 : room(windows[w + 1].room, w + 1) + windows[w + 1].fresh;
+  const Bytes carried = graph.stage == 1 ? window.reduced : left;
   const Nanos reductions = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
   const Nanos links =
       cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
@@ -117,6 +135,7 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
   const auto room = [&](std::size_t w) -> Bytes {
     return w == windows.size() ? 0 : std::max<Bytes>(0, windows[w].room + away_at(w));
   };
+  const auto fresh = [&](std::size_t w) { return w < windows.size() ? windows[w].fresh : 0; };
   const std::int64_t slowdown = cost.machine().slowdown;
   // The room at a boundary is shared between what the next window finds gathered and what the last
   // one left unreduced. The bound tries the shares k/8 to (k+1)/8 for the gathered part, each with
@@ -135,9 +154,11 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
     std::array<Nanos, kShares> gathers{};
     std::array<Nanos, kShares> reductions{};
     for (int k = 0; k < kShares; ++k) {
-      const Bytes held = w == 0 ? frozen : mulDivUp(start_room, k + 1, kShares);
-      const Bytes carried =
-          graph.stage == 1 ? window.reduced : end_room - mulDiv(end_room, k, kShares);
+      const Bytes most = std::max<Bytes>(0, window.first_room + away_at(w));
+      const Bytes held = w == 0 ? frozen : std::min(most, mulDivUp(start_room, k + 1, kShares));
+      const Bytes carried = graph.stage == 1
+                                ? window.reduced
+                                : end_room - mulDiv(end_room, k, kShares) + fresh(w + 1);
       gathers[k] = cost.leastGather(std::max<Bytes>(0, window.needed - held));
       reductions[k] = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
     }
