@@ -105,7 +105,7 @@ struct Sums {
 // begins must come back over the host link in the rest of the step: states and shards once,
 // activations once for every micro-batch.
 Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
-          Bytes frozen, Nanos step) {
+          Bytes frozen, Nanos reductions, Nanos step) {
   Bytes movable = 0;
   for (const Param& param : graph.params) {
     movable += param.state + param.shard;
@@ -135,59 +135,66 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
   const auto room = [&](std::size_t w) -> Bytes {
     return w == windows.size() ? 0 : std::max<Bytes>(0, windows[w].room + away_at(w));
   };
-  const auto fresh = [&](std::size_t w) { return w < windows.size() ? windows[w].fresh : 0; };
   const std::int64_t slowdown = cost.machine().slowdown;
-  // The room at a boundary is shared between what the next window finds gathered and what the last
-  // one left unreduced. The bound tries the shares k/8 to (k+1)/8 for the gathered part, each with
-  // the most that either side could have.
-  constexpr int kShares = 8;
+  // Bandwidth alone: a reduction may run across a boundary, so its latency belongs to no window.
+  const auto reduceTime = [&](Bytes bytes) {
+    return bytes <= 0 ? 0 : std::max<Nanos>(0, cost.leastReduce(bytes) - cost.leastReduce(1));
+  };
+  // What is not reduced when a window begins takes room from what it finds gathered, and must be
+  // reduced later. The bound follows that backlog from boundary to boundary in steps of a sixteenth
+  // of the most it can be: whatever it is, it lies between two of them.
+  constexpr Bytes kSteps = 16;
+  Bytes all_grads = 0;
+  for (const Param& param : graph.params) {
+    all_grads += param.grad;
+  }
+  const auto mostBacklog = [&](std::size_t w) -> Bytes {
+    if (w == 0 || w == windows.size()) {
+      return 0;
+    }
+    return graph.stage == 1 ? all_grads : std::min(all_grads, room(w) + windows[w].fresh);
+  };
+  const Nanos unreached = std::numeric_limits<Nanos>::max() / 2;
+  std::array<Nanos, kSteps> best{};  // by the backlog when the window begins
+  std::fill(best.begin() + 1, best.end(), unreached);
   Sums sums;
-  const Sums unreached{std::numeric_limits<Nanos>::max() / 2, 0};
-  std::array<Sums, kShares> best;  // by the share at the window's start, over all windows before it
-  best.fill(unreached);
-  best[0] = {};
   Bytes away = 0;  // activations that could be away when a window begins
   for (std::size_t w = 0; w < windows.size(); ++w) {
     const Window& window = windows[w];
-    const Bytes start_room = w == 0 ? 0 : room(w);
-    const Bytes end_room = room(w + 1);
-    std::array<Nanos, kShares> gathers{};
-    std::array<Nanos, kShares> reductions{};
-    for (int k = 0; k < kShares; ++k) {
-      const Bytes most = std::max<Bytes>(0, window.first_room + away_at(w));
-      const Bytes held = w == 0 ? frozen : std::min(most, mulDivUp(start_room, k + 1, kShares));
-      const Bytes carried = graph.stage == 1
-                                ? window.reduced
-                                : end_room - mulDiv(end_room, k, kShares) + fresh(w + 1);
-      gathers[k] = cost.leastGather(std::max<Bytes>(0, window.needed - held));
-      reductions[k] = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
+    const Bytes most_room = std::max<Bytes>(0, window.first_room + away_at(w));
+    std::array<Nanos, kSteps> gathers{};
+    for (Bytes j = 0; j < kSteps; ++j) {
+      const Bytes backlog = mulDiv(mostBacklog(w), j, kSteps);
+      const Bytes taken = graph.stage == 1 ? 0 : std::max<Bytes>(0, backlog - window.fresh);
+      const Bytes held = w == 0 ? frozen : std::min(most_room, std::max<Bytes>(0, room(w) - taken));
+      gathers[j] = cost.leastGather(std::max<Bytes>(0, window.needed - held));
     }
-    std::array<Sums, kShares> next;
+    std::array<Nanos, kSteps> next;
     next.fill(unreached);
-    for (int from = 0; from < kShares; ++from) {
-      for (int to = 0; to < kShares; ++to) {
-        const Nanos links = cost.machine().shared_links ? gathers[from] + reductions[to]
-                                                        : std::max(gathers[from], reductions[to]);
+    for (Bytes to = 0; to < kSteps; ++to) {
+      const Bytes leaves = mulDivUp(mostBacklog(w + 1), to + 1, kSteps);
+      for (Bytes from = 0; from < kSteps; ++from) {
+        const Bytes comes = mulDiv(mostBacklog(w), from, kSteps);
+        const Nanos reduced = reduceTime(comes + window.reduced - leaves);
+        const Nanos links = cost.machine().shared_links ? gathers[from] + reduced
+                                                        : std::max(gathers[from], reduced);
         const Nanos time =
             std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
-        if (best[from].step + time < next[to].step) {
-          next[to] = {best[from].step + time, 0};
-        }
+        next[to] = std::min(next[to], std::min(unreached, best[from] + time));
       }
     }
     best = next;
-    sums.gathers += gathers[kShares - 1];
+    sums.gathers += gathers[0];
     away += std::min(window.activations, crossing(step - begin[w], back));
   }
-  sums.step = unreached.step;
-  for (const Sums& sum : best) {
-    sums.step = std::min(sums.step, sum.step);
-  }
+  sums.step = *std::min_element(best.begin(), best.end());
   // Each byte of activations that is away makes room for one byte more, gathered or not reduced.
   const Bytes saved = std::min(away, crossing(step, back));
   const Nanos credit = std::max(cost.leastGather(saved), cost.leastReduce(saved));
   sums.step = std::max<Nanos>(0, sums.step - credit);
   sums.gathers = std::max<Nanos>(0, sums.gathers - cost.leastGather(saved));
+  sums.step = std::max(sums.step, cost.machine().shared_links ? sums.gathers + reductions
+                                                              : std::max(sums.gathers, reductions));
   return sums;
 }
 
@@ -228,17 +235,18 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
   // The longer a step may take, the more can be moved to make room, the less must be gathered: the
   // bound is the shortest step that is not refuted.
   Nanos low = 0;
-  Nanos high = over(graph, cost, windows, frozen, 0).step + 1;
+  Nanos high = over(graph, cost, windows, frozen, bound.reductions, 0).step + 1;
   while (low < high) {
     const Nanos middle = low + (high - low) / 2;
-    if (over(graph, cost, windows, frozen, middle).step <= middle) {
+    if (over(graph, cost, windows, frozen, bound.reductions, middle).step <= middle) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
   bound.windows = low;
-  bound.gathers = over(graph, cost, windows, frozen, low).gathers + cost.leastGather(refreshed);
+  bound.gathers = over(graph, cost, windows, frozen, bound.reductions, low).gathers +
+                  cost.leastGather(refreshed);
   const bool shared = cost.machine().shared_links;
   bound.links =
       shared ? bound.gathers + bound.reductions : std::max(bound.gathers, bound.reductions);
