@@ -5,156 +5,10 @@
 #include <tuple>
 
 #include "deepcompile/plan/memory.h"
-#include "deepcompile/plan/strategies/schedule_builder.h"
+#include "deepcompile/plan/strategies/schedule_search.h"
 
 namespace dc::plan {
 namespace {
-
-struct Attempt {
-  Settings settings;
-  Plan plan;
-  Nanos step = 0;
-  Timeline input;     // what it was built for
-  Timeline timeline;  // as simulated
-  Overrides overrides;
-};
-
-// When each position is reached if nothing ever waits.
-Timeline undisturbed(const StepGraph& graph) {
-  Timeline timeline;
-  timeline.reach.reserve(graph.nodes.size() + 1);
-  Nanos now = 0;
-  timeline.reach.push_back(now);
-  for (const Node& node : graph.nodes) {
-    now += node.time;
-    timeline.reach.push_back(now);
-  }
-  return timeline;
-}
-
-// What the simulation says about each use: by how much its gather, or one in its place, delays the
-// step.
-std::vector<std::int32_t> weigh(const Problem& problem, const Plan& plan, const Simulation& run) {
-  const StepGraph& graph = problem.graph;
-  const int slowdown = problem.cost.machine().slowdown;
-  const auto hidden = static_cast<std::int32_t>(std::max(1, 1000 * slowdown / (1000 + slowdown)));
-  struct Gather {
-    Index instruction;
-    Index first = kNone;  // slot
-  };
-  std::vector<Gather> gathers;
-  std::vector<Index> gather_of(static_cast<std::size_t>(plan.ops), kNone);
-  Index slot = 0;
-  for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
-    const Instruction& in = plan.instructions[i];
-    if (in.node != kNone) {
-      slot = in.node + 1;
-    } else if (in.kind == NodeKind::Gather) {
-      gather_of[in.op] = static_cast<Index>(gathers.size());
-      gathers.push_back({static_cast<Index>(i)});
-    } else if (in.kind == NodeKind::Wait && gather_of[in.op] != kNone) {
-      gathers[gather_of[in.op]].first = slot;
-    }
-  }
-  // A gather delays every later one of the same busy stretch of the channel, and with it what waits
-  // for that.
-  std::vector<std::int32_t> by_slot(graph.nodes.size() + 1, 0);
-  Nanos stalls = 0;
-  Nanos next_start = 0;
-  for (std::size_t g = gathers.size(); g-- > 0;) {
-    const Index at = gathers[g].instruction;
-    const Nanos duration = run.end[at] - run.start[at];
-    if (run.end[at] < next_start) {
-      stalls = 0;
-    }
-    next_start = run.start[at];
-    stalls += run.stall[plan.instructions[at].op];
-    const auto exposed = static_cast<std::int32_t>(
-        duration == 0 ? 0 : std::min<Nanos>(1000, mulDiv(1000, stalls, duration)));
-    if (gathers[g].first != kNone) {
-      std::int32_t& weight = by_slot[gathers[g].first];
-      weight = std::max({weight, exposed, hidden});
-    }
-  }
-  // A use that was kept gathered would be gathered just before the next one that is not.
-  std::int32_t near = hidden;
-  for (std::size_t s = by_slot.size(); s-- > 0;) {
-    near = by_slot[s] != 0 ? by_slot[s] : near;
-    by_slot[s] = near;
-  }
-  std::vector<std::int32_t> weights;
-  for (std::size_t p = 0; p < graph.params.size(); ++p) {
-    for (const Index use : problem.usage.uses[p]) {
-      weights.push_back(by_slot[use]);
-    }
-  }
-  return weights;
-}
-
-Timeline observed(const Problem& problem, const Plan& plan, const Simulation& run) {
-  Timeline timeline;
-  timeline.reach.assign(problem.graph.nodes.size() + 1, 0);
-  for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
-    if (plan.instructions[i].node != kNone) {
-      timeline.reach[plan.instructions[i].node + 1] = run.end[i];
-    }
-  }
-  timeline.weight = weigh(problem, plan, run);
-  return timeline;
-}
-
-// Tries settings, keeps the best.
-class Search {
- public:
-  explicit Search(const Problem& problem)
-      : problem_(problem), undisturbed_(undisturbed(problem.graph)) {}
-
-  // True when this became the best.
-  bool attempt(const Settings& settings, const Timeline& timeline,
-               const Overrides& overrides = {}) {
-    ++attempts_;
-    try {
-      Attempt made;
-      made.settings = settings;
-      made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(),
-                       "planned");
-      const Simulation run = simulate(problem_.graph, problem_.cost, made.plan);
-      made.step = run.step;
-      if (best_ && best_->step <= made.step) {
-        return false;
-      }
-      made.input = timeline;
-      made.overrides = overrides;
-      made.timeline = observed(problem_, made.plan, run);
-      best_ = std::move(made);
-      return true;
-    } catch (const BudgetError& error) {
-      if (!error_ || error.least < error_->least) {
-        error_ = error;
-      }
-      return false;
-    }
-  }
-
-  // Takes over the other search's best if that is better.
-  void take(const Search& other) {
-    if (other.best_->step < best_->step) {
-      best_ = other.best_;
-    }
-  }
-
-  int attempts() const { return attempts_; }
-  const Timeline& undisturbedTimeline() const { return undisturbed_; }
-  const std::optional<Attempt>& best() const { return best_; }
-  const std::optional<BudgetError>& error() const { return error_; }
-
- private:
-  const Problem& problem_;
-  Timeline undisturbed_;
-  int attempts_ = 0;
-  std::optional<Attempt> best_;
-  std::optional<BudgetError> error_;
-};
 
 // Nothing fits: an error that names the least budget for which a plan exists (found by halving) and
 // what needs it there.
@@ -183,80 +37,6 @@ BudgetError leastBudget(const Problem& problem, const Settings& settings,
   return BudgetError(concat("a budget of ", problem.budget, " bytes is too small: at least ", high,
                             " bytes are needed. With ", low, ": ", reason.what()),
                      high);
-}
-
-// Single decisions, turned one by one where that makes the step shorter: what stays gathered, which
-// gathers share a bucket, where gradients are flushed. How many are tried depends on the size of
-// the graph, so that planning stays near-linear.
-void polish(const Problem& problem, Search& search, std::size_t& left) {
-  const std::size_t slots = problem.graph.nodes.size();
-  std::size_t uses = 0;
-  for (std::size_t p = 0; p < problem.graph.params.size(); ++p) {
-    uses += problem.usage.uses[p].size();
-  }
-  Overrides trial = search.best()->overrides;
-  trial.keep.resize(uses, Overrides::Free);
-  trial.join.resize(uses, Overrides::Free);
-  trial.flush.resize(slots, Overrides::Free);
-  trial.settle.resize(slots, Overrides::Free);
-  bool improved = true;
-  while (improved && left > 0) {
-    improved = false;
-    for (auto* choices : {&trial.keep, &trial.join, &trial.flush, &trial.settle}) {
-      for (std::size_t i = 0; i < choices->size() && left > 0; ++i) {
-        if (choices == &trial.flush && problem.graph.nodes[i].grads.empty()) {
-          continue;
-        }
-        const Overrides::Choice before = (*choices)[i];
-        for (const Overrides::Choice other : {Overrides::Yes, Overrides::No, Overrides::Free}) {
-          if (other == before || left == 0) {
-            continue;
-          }
-          --left;
-          (*choices)[i] = other;
-          const Settings settings = search.best()->settings;
-          const Timeline timeline = search.best()->input;
-          if (search.attempt(settings, timeline, trial)) {
-            improved = true;
-            break;
-          }
-          (*choices)[i] = before;
-        }
-      }
-    }
-  }
-}
-
-// What no single turn improves, two or three turns at once may. The sequence of tries is the same
-// in every run.
-void kick(const Problem& problem, Search& search, std::size_t& left) {
-  std::uint64_t random = 88172645463325252ull;
-  const auto below = [&](std::size_t bound) {
-    random ^= random << 13;
-    random ^= random >> 7;
-    random ^= random << 17;
-    return static_cast<std::size_t>(random % bound);
-  };
-  while (left > 0) {
-    Overrides trial = search.best()->overrides;
-    if (trial.keep.empty() || trial.flush.empty()) {
-      return;
-    }
-    for (std::size_t turns = 2 + below(3); turns > 0; --turns) {
-      std::vector<Overrides::Choice>* choices[] = {&trial.keep, &trial.join, &trial.flush,
-                                                   &trial.settle};
-      std::vector<Overrides::Choice>& list = *choices[below(4)];
-      list[below(list.size())] = static_cast<Overrides::Choice>(below(3));
-    }
-    Search second(problem);
-    const Settings settings = search.best()->settings;
-    --left;
-    second.attempt(settings, search.best()->input, trial);
-    if (second.best()) {
-      polish(problem, second, left);
-      search.take(second);
-    }
-  }
 }
 
 }  // namespace
@@ -289,7 +69,7 @@ Plan Planned::plan(const Problem& problem) const {
   // Large graphs get fewer attempts, so that planning stays a matter of a second or two.
   const int most = static_cast<int>(std::clamp<std::size_t>(
       1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 60));
-  const Timeline start = search.undisturbedTimeline();
+  const Timeline start = search.undisturbed();
   // From several sides: with and without states away, with a long and a short backlog of
   // reductions.
   for (const Bytes room : {Bytes{0}, states}) {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "deepcompile/plan/graph_text.h"
+#include "deepcompile/plan/lower_bound.h"
 #include "deepcompile/plan/machine.h"
 #include "deepcompile/plan/plan.h"
 #include "deepcompile/plan/strategy.h"
@@ -171,6 +172,8 @@ TEST(Fuzz, RandomStepsArePlannedWithinTheirBudgetOrRefusedWithTheLeastThatDoes) 
         const Plan plan = makeStrategy(name)->plan({graph, usage, cost, budget});
         const auto violation = verify(graph, plan);
         ASSERT_FALSE(violation.has_value()) << name << ": " << violation->reason;
+        EXPECT_LE(lowerBound(graph, usage, cost, budget).best, simulate(graph, cost, plan).step)
+            << print(graph, plan);
       } catch (const BudgetError& error) {
         ++refused;
         ASSERT_GT(error.least, budget);
