@@ -160,7 +160,7 @@ Plan Planned::plan(const Problem& problem) const {
   climb(problem, facts, search, most);
   // Climbing ends where no single change of the settings helps; from another start it ends
   // elsewhere.
-  constexpr int kClimb = 30;
+  constexpr int kClimb = 45;
   int more =
       static_cast<int>(std::min<std::size_t>(2000000 / (problem.graph.nodes.size() + 1), 1000)) -
       most;
@@ -182,6 +182,7 @@ Plan Planned::plan(const Problem& problem) const {
     from.reserve = reserve;
     from.gather_bucket *= bucket;
     other.attempt(from, search.best()->timeline);
+    other.attempt(from, start);
     if (other.best()) {
       climb(problem, facts, other, kClimb);
       search.take(other);
