@@ -1,0 +1,88 @@
+// Builds one schedule for given settings and a given idea of when each slot runs. The planner
+// builds several and keeps the best; each build is O(n log n).
+#pragma once
+
+#include "deepcompile/plan/memory_tree.h"
+#include "deepcompile/plan/schedule.h"
+
+namespace dc::plan {
+
+// What one build assumes. The planner tries a few of these.
+struct Settings {
+  Bytes reserve = 0;        // memory that keeping parameters gathered leaves to prefetching
+  Bytes gather_bucket = 0;  // gathers are fused up to this size
+  Bytes reduce_bucket = 0;  // reductions are fused up to this size
+  int stretch = 1000;  // how much longer than alone a gather is expected to take, in thousandths
+  Bytes pending =
+      0;  // gradients that may wait for their reduction at any time, beside the newest bucket
+  Bytes make_room = 0;  // optimizer states to offload beyond what the budget forces
+  Bytes make_room_each =
+      0;  // activations to offload in every micro-batch beyond what the budget forces
+};
+
+// When the compute stream reaches each position (one more than there are slots), and which uses
+// were worth saving.
+struct Timeline {
+  std::vector<Nanos> reach;
+  // By parameter and use (in the order of Usage::uses, all parameters one after the other):
+  // thousandths of the gather for this use that delay the step. Empty: all count the same.
+  std::vector<std::int32_t> weight;
+};
+
+// Single decisions that a build must take, against its own rules. Empty vectors: none.
+struct Overrides {
+  enum Choice : std::uint8_t { Free, Yes, No };
+  std::vector<Choice>
+      keep;  // by use (as Timeline::weight): the parameter stays from the use before
+  std::vector<Choice> join;   // by use: its gather joins the bucket of the gather before
+  std::vector<Choice> flush;  // by slot: the bucket of gradients is reduced after it
+  std::vector<Choice>
+      settle;  // by slot: all reductions are waited for before it, to give their memory back
+};
+
+class ScheduleBuilder {
+ public:
+  // Throws BudgetError when nothing fits.
+  ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline,
+                  const Overrides& overrides);
+  Schedule build();
+
+ private:
+  struct Gap;
+  struct Bucket;
+
+  void planReductions();
+  void planOffload();
+  void offloadStates(Bytes wanted, bool forced);
+  void offloadBuffers(Bytes wanted, bool forced);
+  void offloadShards();
+  void requireFit();
+  void keepInBlocks();
+  void keepGathered();
+  void makeResidencies();
+  void prefetch();
+  std::vector<Bucket> bucketGathers();
+  static Overrides::Choice choice(const std::vector<Overrides::Choice>& choices, Index at) {
+    return choices.empty() ? Overrides::Free : choices[at];
+  }
+  Index positionAt(Nanos time, Index latest) const;
+
+  const Problem& problem_;
+  const StepGraph& graph_;
+  const Usage& usage_;
+  const Settings& settings_;
+  const Timeline& timeline_;
+  const Overrides& overrides_;
+  const Index slots_;
+  MemoryTree memory_;
+  Schedule schedule_;
+  std::vector<char>
+      kept_;  // by use: no gather of its own, the parameter has stayed from the use before
+  std::vector<Index> first_gap_;  // parameter -> index of its first use among all uses
+};
+
+// Memory by slot that every plan of the graph needs: what is live and the parameters of the slot
+// itself.
+std::vector<Bytes> leastMemory(const Problem& problem);
+
+}  // namespace dc::plan

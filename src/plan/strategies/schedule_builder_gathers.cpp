@@ -1,0 +1,235 @@
+// What stays gathered, in which buckets the rest is gathered, and when.
+#include <algorithm>
+
+#include "deepcompile/plan/strategies/schedule_builder.h"
+
+namespace dc::plan {
+
+// Between two uses of a parameter. Slots begin..end (inclusive, possibly none) lie between them.
+struct ScheduleBuilder::Gap {
+  Index param;
+  Index use;  // the use that is saved a gather, among all uses
+  Index begin;
+  Index end;
+  Nanos value;  // nanoseconds saved per MiB, weighted
+  Nanos lifetime;
+};
+
+struct ScheduleBuilder::Bucket {
+  std::size_t begin;  // residencies, in order of first use
+  std::size_t end;
+  Bytes bytes;
+  Nanos duration;
+  Index first;     // the slot that needs it first
+  Index earliest;  // the first position at which none of its parameters is gathered from before
+  Bytes held;  // from its launch on: its parameters, and the shards that visit the device for it
+};
+
+// Inside a block a parameter is soon used again (computed again, then in backward): this comes
+// before all else that takes memory, since a gather for so short a time would be in the way of
+// every other.
+void ScheduleBuilder::keepInBlocks() {
+  kept_.assign(static_cast<std::size_t>(first_gap_.back()), 0);
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const auto uses = usage_.uses[p];
+    const Bytes bytes = graph_.params[p].bytes;
+    for (std::size_t i = 1; i < uses.size() && !graph_.params[p].persistent; ++i) {
+      const Node& before = graph_.nodes[uses[i - 1]];
+      const Node& after = graph_.nodes[uses[i]];
+      const Index use = first_gap_[p] + static_cast<Index>(i);
+      const Index update = usage_.update[p];
+      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
+        continue;  // stale after the update
+      }
+      if (before.block == after.block && before.phase == after.phase &&
+          before.micro == after.micro && uses[i] > uses[i - 1] + 1 &&
+          choice(overrides_.keep, use) != Overrides::No &&
+          memory_.max(uses[i - 1] + 1, uses[i] - 1) + bytes <= problem_.budget) {
+        memory_.add(uses[i - 1] + 1, uses[i] - 1, bytes);
+        kept_[use] = 1;
+      }
+    }
+  }
+}
+
+// Which uses need no gather of their own because the parameter has stayed from the use before. The
+// most valuable first: exposed time saved per byte and time that the byte is held. What does not
+// fit is skipped, what comes after it still tried.
+void ScheduleBuilder::keepGathered() {
+  std::vector<Gap> gaps;
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const Param& param = graph_.params[p];
+    const auto uses = usage_.uses[p];
+    for (std::size_t i = 1; i < uses.size(); ++i) {
+      const Index use = first_gap_[p] + static_cast<Index>(i);
+      const Index update = usage_.update[p];
+      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
+        continue;  // stale after the update
+      }
+      if (kept_[use] != 0) {
+        continue;
+      }
+      if (param.persistent || uses[i] == uses[i - 1] + 1) {
+        kept_[use] = 1;  // memory for it is counted already, or none is needed
+        continue;
+      }
+      Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
+      const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[use];
+      gap.value =
+          mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
+      gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
+      const Overrides::Choice choose = choice(overrides_.keep, use);
+      if (choose == Overrides::Yes) {
+        gap.lifetime = 0;  // before all others
+      }
+      if (choose != Overrides::No) {
+        gaps.push_back(gap);
+      }
+    }
+  }
+  std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
+    return static_cast<Wide>(a.value) * b.lifetime > static_cast<Wide>(b.value) * a.lifetime;
+  });
+  for (const Gap& gap : gaps) {
+    const Bytes bytes = graph_.params[gap.param].bytes;
+    const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
+    if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {
+      memory_.add(gap.begin, gap.end, bytes);
+      kept_[gap.use] = 1;
+    }
+  }
+}
+
+void ScheduleBuilder::makeResidencies() {
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    const Param& param = graph_.params[p];
+    const auto uses = usage_.uses[p];
+    const auto all_kept = [&] {
+      for (std::size_t i = 1; i < uses.size(); ++i) {
+        if (kept_[first_gap_[p] + static_cast<Index>(i)] == 0) {
+          return false;
+        }
+      }
+      return true;
+    };
+    // A frozen parameter that stays for the whole step can stay for good.
+    if (param.frozen && !uses.empty() && all_kept() &&
+        memory_.max(0, uses.front() - 1) + param.bytes + settings_.reserve <= problem_.budget &&
+        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <=
+            problem_.budget) {
+      memory_.add(0, uses.front() - 1, param.bytes);
+      memory_.add(uses.back() + 1, slots_ - 1, param.bytes);
+      schedule_.start_gathered.push_back(static_cast<Index>(p));
+      continue;
+    }
+    for (std::size_t i = 0; i < uses.size(); ++i) {
+      if (i > 0 && kept_[first_gap_[p] + static_cast<Index>(i)] != 0) {
+        schedule_.residencies.back().last = uses[i];
+        continue;
+      }
+      if (i > 0) {
+        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes,
+                                                       uses[i] - uses[i - 1]};
+      }
+      schedule_.residencies.push_back({static_cast<Index>(p),
+                                       uses[i],
+                                       uses[i],
+                                       uses[i],
+                                       kNone,
+                                       {},
+                                       {Why::LastUse, param.bytes, 0}});
+    }
+  }
+  std::stable_sort(schedule_.residencies.begin(), schedule_.residencies.end(),
+                   [](const Residency& a, const Residency& b) { return a.first < b.first; });
+}
+
+// Neighbours in order of use share a collective until it saturates the link, where the later ones
+// fit that early.
+std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
+  std::vector<Bucket> buckets;
+  std::vector<Residency>& all = schedule_.residencies;
+  std::vector<Index> earliest(all.size(), 0);
+  std::vector<Index> use_of(overrides_.join.empty() ? 0 : all.size(), 0);
+  std::vector<Index> free_from(graph_.params.size(), 0);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    earliest[i] = free_from[all[i].param];
+    free_from[all[i].param] = all[i].last + 1;
+  }
+  for (std::size_t i = 0; i < use_of.size(); ++i) {
+    const auto uses = usage_.uses[all[i].param];
+    const auto at = std::lower_bound(uses.begin(), uses.end(), all[i].first);
+    use_of[i] = first_gap_[all[i].param] + static_cast<Index>(at - uses.begin());
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Bytes bytes = graph_.params[all[i].param].bytes;
+    const bool visits =
+        !schedule_.shard_on_host.empty() && schedule_.shard_on_host[all[i].param] != 0;
+    const Bytes held = bytes + (visits ? graph_.params[all[i].param].shard : 0);
+    if (!buckets.empty()) {
+      Bucket& open = buckets.back();
+      const bool same_slot = all[i].first == open.first;
+      const bool small = open.bytes < settings_.gather_bucket;
+      // Joining must not hold the later one much longer than its own gather takes.
+      const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
+      const Nanos worth = 4 * problem_.cost.gather(bytes);
+      const bool wanted =
+          same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
+      const Overrides::Choice choose =
+          use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
+      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) &&
+          earliest[i] <= open.first &&
+          (same_slot || memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
+        memory_.add(open.first, all[i].first - 1, held);
+        open.held += held;
+        open.earliest = std::max(open.earliest, earliest[i]);
+        open.end = i + 1;
+        open.bytes += bytes;
+        continue;
+      }
+    }
+    buckets.push_back({i, i + 1, bytes, 0, all[i].first, earliest[i], held});
+  }
+  for (Bucket& bucket : buckets) {
+    bucket.duration = problem_.cost.gather(bucket.bytes);
+  }
+  return buckets;
+}
+
+// From the last bucket to the first: each must be done when its slot is reached and when the
+// channel is wanted by the next one. That gives the latest start that is still hidden. Memory may
+// force a later one.
+void ScheduleBuilder::prefetch() {
+  std::vector<Bucket> buckets = bucketGathers();
+  std::vector<Index> launch(buckets.size());
+  std::vector<Nanos> start(buckets.size());
+  Nanos wanted = timeline_.reach.back();
+  for (std::size_t b = buckets.size(); b-- > 0;) {
+    const Nanos by = std::min(wanted, timeline_.reach[buckets[b].first]);
+    start[b] = by - mulDiv(buckets[b].duration, settings_.stretch, 1000);
+    launch[b] = positionAt(start[b], buckets[b].first);
+    wanted = start[b];
+  }
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    const Bucket& bucket = buckets[b];
+    const Index hidden = std::max(launch[b], bucket.earliest);
+    const Index full = memory_.lastAbove(hidden, bucket.first - 1, problem_.budget - bucket.held);
+    const Index at = std::max(hidden, full + 1);
+    memory_.add(at, bucket.first - 1, bucket.held);
+    const Nanos under = timeline_.reach[bucket.first] - timeline_.reach[at];
+    Reason reason{Why::Hidden, bucket.duration, under};
+    if (at > hidden && under < bucket.duration) {
+      reason = {Why::MemoryBound, bucket.bytes, under};
+    } else if (under < bucket.duration) {
+      reason = {Why::Exposed, bucket.duration, under};
+    }
+    for (std::size_t i = bucket.begin; i < bucket.end; ++i) {
+      Residency& residency = schedule_.residencies[i];
+      residency.launch = at;
+      residency.group = static_cast<Index>(b);
+      residency.reason = reason;
+    }
+  }
+}
+
+}  // namespace dc::plan

@@ -1,0 +1,116 @@
+// When gradients are reduced, in which buckets, and where their reductions are waited for.
+#include <algorithm>
+
+#include "deepcompile/plan/strategies/schedule_builder.h"
+
+namespace dc::plan {
+
+// Buckets go out as soon as they are full, or earlier when holding them longer does not fit. Each
+// wait sinks to where the reduction is expected to be done, or to where memory is needed, whichever
+// comes first.
+void ScheduleBuilder::planReductions() {
+  if (graph_.stage == 1) {
+    schedule_.reductions =
+        bucketReductions(problem_, settings_.reduce_bucket, schedule_.reductions.max_size() / 2);
+    return;
+  }
+  std::vector<Index> seen(graph_.params.size(), 0);  // contributions so far
+  std::vector<Index> open_since(graph_.params.size(), kNone);
+  Reduction open;
+  Bytes bytes = 0;
+  Nanos channel = 0;
+  std::size_t oldest = 0;  // of the reductions that are not waited for yet
+  Bytes pending = 0;       // their bytes
+  // Waits at `position` for the oldest reductions until no more than `most` bytes are pending.
+  const auto settle = [&](Index position, Bytes most) {
+    for (; oldest < schedule_.reductions.size(); ++oldest) {
+      Reduction& old = schedule_.reductions[oldest];
+      if (pending <= most && old.wait > position) {
+        break;
+      }
+      if (old.wait > position) {
+        memory_.add(position, old.wait - 1, -old.reason.a);
+        old.wait = position;
+        old.wait_reason = {Why::ForMemory};
+      }
+      pending -= old.reason.a;
+    }
+  };
+  const auto flush = [&](Index launch, Why why) {
+    if (open.params.empty()) {
+      return;
+    }
+    open.launch = launch;
+    open.wait = slots_;
+    open.reason = {why, bytes, 0};
+    for (const Index param : open.params) {
+      const Index update = usage_.update[param];
+      open.wait = update == kNone ? open.wait : std::min(open.wait, std::max(update, launch));
+    }
+    open.wait_reason = {open.wait == slots_ ? Why::Sunk : Why::BeforeUpdate};
+    channel = std::max(channel, timeline_.reach[launch]) +
+              mulDiv(problem_.cost.reduce(bytes), settings_.stretch, 1000);
+    const auto done =
+        std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
+    const auto expected = std::min(static_cast<Index>(done - timeline_.reach.begin()), slots_);
+    if (expected < open.wait) {
+      open.wait = expected;
+      open.wait_reason = {Why::Sunk};
+    }
+    const Index full = memory_.firstAbove(launch, open.wait - 1, problem_.budget - bytes);
+    if (full < open.wait) {
+      open.wait = full;
+      open.wait_reason = {Why::ForMemory};
+    }
+    memory_.add(launch, open.wait - 1, bytes);
+    // A backlog of reductions only takes memory that would save gathers: the links cannot run
+    // faster.
+    settle(launch, settings_.pending);
+    pending += bytes;
+    schedule_.reductions.push_back(std::move(open));
+    open = {};
+    bytes = 0;
+  };
+  Index micro = kNone;
+  for (Index slot = 0; slot < slots_; ++slot) {
+    const Node& node = graph_.nodes[slot];
+    if (node.micro != micro || node.kind == NodeKind::Optimizer) {
+      flush(slot, Why::BucketEnd);
+      micro = node.micro;
+    }
+    if (bytes > 0) {
+      if (memory_.max(slot, slot) + bytes > problem_.budget) {
+        flush(slot, Why::ForMemory);
+      } else {
+        memory_.add(slot, slot, bytes);
+      }
+    }
+    if (choice(overrides_.settle, slot) == Overrides::Yes) {
+      settle(slot, -1);
+    }
+    for (const Index param : node.grads) {
+      const auto slots = usage_.contributions[param];
+      const Index next = ++seen[param];
+      const bool more =
+          next < static_cast<Index>(slots.size()) && graph_.nodes[slots[next]].micro == micro;
+      // A gradient with several contributions is held from the first on; the slots that add to it
+      // count it themselves.
+      if (open_since[param] != kNone) {
+        memory_.add(open_since[param] + 1, slot - 1, graph_.params[param].grad);
+      }
+      open_since[param] = more ? slot : kNone;
+      if (!more) {
+        open.params.push_back(param);
+        bytes += graph_.params[param].grad;
+      }
+    }
+    const Overrides::Choice choose = choice(overrides_.flush, slot);
+    if (choose == Overrides::Yes ||
+        (choose == Overrides::Free && bytes >= settings_.reduce_bucket)) {
+      flush(slot + 1, Why::BucketFull);
+    }
+  }
+  flush(slots_, Why::BucketEnd);
+}
+
+}  // namespace dc::plan
