@@ -1,8 +1,8 @@
 """What autograd saves of a gathered parameter: its id, so that a release in the forward is safe.
 
 Switched on, for the calling thread, by ``start_forward`` and by every gather under autograd; off by ``end_forward`` and
-``end_backward`` (in the plain loop, which calls neither, they stay on until ``cleanup``). While other default hooks are active (``torch.autograd.graph.saved_tensors_hooks``, checkpointing) ours are
-not: what those keep is theirs to keep.
+``end_backward`` (in the plain loop, which calls neither, they stay on until ``cleanup``). While other default hooks are
+active (``torch.autograd.graph.saved_tensors_hooks``, checkpointing) ours are not: what those keep is theirs to keep.
 """
 
 from __future__ import annotations

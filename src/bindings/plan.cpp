@@ -39,15 +39,14 @@ PlannedStep finish(std::shared_ptr<const StepGraph> graph, const Machine& machin
   return step;
 }
 
-PlannedStep planStep(std::shared_ptr<const StepGraph> graph, const Machine& machine,
-                     std::optional<Bytes> budget, const std::string& strategy) {
+PlannedStep planStep(std::shared_ptr<const StepGraph> graph, const Machine& machine, std::optional<Bytes> budget,
+                     const std::string& strategy) {
   const py::gil_scoped_release release;
   return finish(std::move(graph), machine, budget.value_or(machine.budget),
                 [&](const Problem& problem) { return makeStrategy(strategy)->plan(problem); });
 }
 
-PlannedStep loadPlan(std::shared_ptr<const StepGraph> graph, const Machine& machine,
-                     const std::string& text) {
+PlannedStep loadPlan(std::shared_ptr<const StepGraph> graph, const Machine& machine, const std::string& text) {
   const py::gil_scoped_release release;
   Plan plan = parsePlan(text, *graph);
   const Bytes budget = plan.budget;
@@ -62,10 +61,9 @@ py::list instructions(const PlannedStep& step) {
     for (const Item& item : step.plan.itemsOf(in)) {
       items.append(nameOf(*step.graph, item));
     }
-    list.append(py::make_tuple(
-        std::string(name(in.kind)),
-        in.node == kNone ? py::object(py::none()) : py::str(step.graph->nodes[in.node].name),
-        in.op == kNone ? py::object(py::none()) : py::int_(in.op), items));
+    list.append(py::make_tuple(std::string(name(in.kind)),
+                               in.node == kNone ? py::object(py::none()) : py::str(step.graph->nodes[in.node].name),
+                               in.op == kNone ? py::object(py::none()) : py::int_(in.op), items));
   }
   return list;
 }
@@ -98,9 +96,7 @@ PYBIND11_MODULE(_plan, module) {
       .def("__len__", [](const StepGraph& graph) { return graph.nodes.size(); });
 
   py::class_<Machine>(module, "Machine")
-      .def(py::init([](const std::string& text, const std::string& file) {
-             return parseMachine(text, file);
-           }),
+      .def(py::init([](const std::string& text, const std::string& file) { return parseMachine(text, file); }),
            py::arg("text"), py::arg("file") = "machine")
       .def_readonly("name", &Machine::name)
       .def_readonly("devices", &Machine::devices)
@@ -110,18 +106,13 @@ PYBIND11_MODULE(_plan, module) {
   py::class_<PlannedStep>(module, "Plan")
       .def_property_readonly("strategy", [](const PlannedStep& step) { return step.plan.strategy; })
       .def_property_readonly("hash", [](const PlannedStep& step) { return hashOf(step.plan); })
-      .def_property_readonly("text",
-                             [](const PlannedStep& step) { return print(*step.graph, step.plan); })
+      .def_property_readonly("text", [](const PlannedStep& step) { return print(*step.graph, step.plan); })
       .def_property_readonly("budget", [](const PlannedStep& step) { return step.plan.budget; })
       .def_property_readonly("step_ns", [](const PlannedStep& step) { return step.made.run.step; })
-      .def_property_readonly("lower_bound_ns",
-                             [](const PlannedStep& step) { return step.made.bound.best; })
-      .def_property_readonly("peak_bytes",
-                             [](const PlannedStep& step) { return step.made.memory.peak; })
-      .def_property_readonly(
-          "exposed_ns", [](const PlannedStep& step) { return byResource(step.made.run.exposed); })
-      .def_property_readonly("busy_ns",
-                             [](const PlannedStep& step) { return byResource(step.made.run.busy); })
+      .def_property_readonly("lower_bound_ns", [](const PlannedStep& step) { return step.made.bound.best; })
+      .def_property_readonly("peak_bytes", [](const PlannedStep& step) { return step.made.memory.peak; })
+      .def_property_readonly("exposed_ns", [](const PlannedStep& step) { return byResource(step.made.run.exposed); })
+      .def_property_readonly("busy_ns", [](const PlannedStep& step) { return byResource(step.made.run.busy); })
       .def_property_readonly("instructions", &instructions)
       .def(
           "explain",
@@ -129,8 +120,7 @@ PYBIND11_MODULE(_plan, module) {
             return explainPlan(*step.graph, *step.usage, *step.cost, step.plan, step.made, most);
           },
           py::arg("most") = 40)
-      .def("trace",
-           [](const PlannedStep& step) { return traceJson(*step.graph, step.plan, step.made); })
+      .def("trace", [](const PlannedStep& step) { return traceJson(*step.graph, step.plan, step.made); })
       .def("json", [](const PlannedStep& step) {
         return reportJson(*step.graph, *step.usage, *step.cost, step.plan, step.made);
       });
@@ -141,8 +131,8 @@ PYBIND11_MODULE(_plan, module) {
   module.def("strategy_names", &strategyNames);
   module.def(
       "make_model",
-      [](const std::string& model, const Machine& machine, int world, int batch, int sequence,
-         int accumulate, int stage, bool checkpoint, bool host_optimizer) {
+      [](const std::string& model, const Machine& machine, int world, int batch, int sequence, int accumulate,
+         int stage, bool checkpoint, bool host_optimizer) {
         ModelOptions options;
         options.world = world;
         options.batch = batch;
@@ -153,18 +143,17 @@ PYBIND11_MODULE(_plan, module) {
         options.host_optimizer = host_optimizer;
         return std::make_shared<StepGraph>(makeModel(model, options, machine));
       },
-      py::arg("model"), py::arg("machine"), py::kw_only(), py::arg("world") = 8,
-      py::arg("batch") = 1, py::arg("sequence") = 1024, py::arg("accumulate") = 1,
-      py::arg("stage") = 3, py::arg("checkpoint") = true, py::arg("host_optimizer") = false);
-  module.def("plan", &planStep, py::arg("graph"), py::arg("machine"),
-             py::arg("budget") = py::none(), py::arg("strategy") = "auto");
+      py::arg("model"), py::arg("machine"), py::kw_only(), py::arg("world") = 8, py::arg("batch") = 1,
+      py::arg("sequence") = 1024, py::arg("accumulate") = 1, py::arg("stage") = 3, py::arg("checkpoint") = true,
+      py::arg("host_optimizer") = false);
+  module.def("plan", &planStep, py::arg("graph"), py::arg("machine"), py::arg("budget") = py::none(),
+             py::arg("strategy") = "auto");
   module.def("load_plan", &loadPlan, py::arg("graph"), py::arg("machine"), py::arg("text"));
   module.def(
       "verify",
       [](const StepGraph& graph, const std::string& text) -> py::object {
         if (const auto violation = verify(graph, parsePlan(text, graph))) {
-          return py::make_tuple(std::string(name(violation->property)), violation->instruction,
-                                violation->reason);
+          return py::make_tuple(std::string(name(violation->property)), violation->instruction, violation->reason);
         }
         return py::none();
       },

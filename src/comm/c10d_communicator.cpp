@@ -61,8 +61,9 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
-  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size. (Gloo's
-  // own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.) Behind each slice travels the tag.
+  // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size.
+  // (Gloo's own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.) Behind each slice
+  // travels the tag.
   void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {
     if (parts.empty()) {
       return;
@@ -74,7 +75,8 @@ class C10dCommunicator final : public Communicator {
         to_rank[r] += part.owners[r].size() * width;
       }
     }
-    const at::Tensor packed = bytesLike(parts[0].send, std::accumulate(to_rank.begin(), to_rank.end(), std::int64_t{0}));
+    const at::Tensor packed =
+        bytesLike(parts[0].send, std::accumulate(to_rank.begin(), to_rank.end(), std::int64_t{0}));
     std::int64_t offset = 0;
     const auto put = [&](const at::Tensor& bytes) {
       packed.narrow(0, offset, bytes.numel()).copy_(bytes);

@@ -58,8 +58,8 @@ class Communicator {
   double timeout() const { return timeout_seconds_; }
 
   void allGather(std::span<const GatherPart> parts);
-  // `tag` says what is being reduced; ranks that come with different ones are an error on all of them where the sizes let
-  // it be noticed.
+  // `tag` says what is being reduced; ranks that come with different ones are an error on all of them where the sizes
+  // let it be noticed.
   void reduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag = 0);
   void allReduce(const at::Tensor& tensor, ReduceOp op);
   void broadcast(const at::Tensor& tensor, int root);

@@ -1,9 +1,11 @@
-// Makes autograd keep gathered parameters as their ids (Python provides the hooks; without Python nothing is installed).
+// Makes autograd keep gathered parameters as their ids (Python provides the hooks; without Python nothing is
+// installed).
 #pragma once
 
 namespace dc::ops {
 
-// Both act on the calling thread. `install` does nothing where other default hooks are active: what those keep is theirs.
+// Both act on the calling thread. `install` does nothing where other default hooks are active: what those keep is
+// theirs.
 struct SavedTensorHooks {
   void (*install)() = nullptr;
   void (*uninstall)() = nullptr;

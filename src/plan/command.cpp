@@ -65,8 +65,8 @@ struct Options {
   }
   int number(const std::string& name, int otherwise) const {
     const std::string text = get(name, std::to_string(otherwise));
-    const bool digits = !text.empty() && text.size() < 9 &&
-                        std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
+    const bool digits =
+        !text.empty() && text.size() < 9 && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
     if (!digits || std::stoi(text) < 1) {
       throw UsageError(concat("--", name, " ", text, ": expected a whole number from 1"));
     }
@@ -74,11 +74,10 @@ struct Options {
   }
 };
 
-const std::vector<std::string_view> kWithValue = {
-    "machine", "budget", "strategy", "trace",      "json",  "model", "nodes",
-    "world",   "batch",  "seq",      "accumulate", "stage", "dtype", "graph"};
-const std::vector<std::string_view> kFlags = {"compare", "explain", "no-checkpoint",
-                                              "host-optimizer", "help"};
+const std::vector<std::string_view> kWithValue = {"machine",    "budget", "strategy", "trace", "json",
+                                                  "model",      "nodes",  "world",    "batch", "seq",
+                                                  "accumulate", "stage",  "dtype",    "graph"};
+const std::vector<std::string_view> kFlags = {"compare", "explain", "no-checkpoint", "host-optimizer", "help"};
 
 Options parse(const std::vector<std::string>& arguments) {
   Options options;
@@ -135,8 +134,7 @@ Machine machineOf(const Options& options) {
   if (std::ifstream(name).good()) {
     return parseMachine(readFile(name), name);
   }
-  throw UsageError(
-      concat(unknown("machine", name, presets), "; a file of that name does not exist either"));
+  throw UsageError(concat(unknown("machine", name, presets), "; a file of that name does not exist either"));
 }
 
 // The least memory in which the step fits without offloading: every plan holds at least this.
@@ -158,8 +156,7 @@ Bytes budgetOf(const Options& options, const Problem& problem, const Machine& ma
     const std::string digits = text.substr(0, text.size() - 1);
     const bool negative = digits.starts_with('-');
     const std::string bare = digits.substr(negative ? 1 : 0);
-    if (bare.empty() || bare.size() > 2 ||
-        !std::ranges::all_of(bare, [](char c) { return c >= '0' && c <= '9'; })) {
+    if (bare.empty() || bare.size() > 2 || !std::ranges::all_of(bare, [](char c) { return c >= '0' && c <= '9'; })) {
       throw UsageError(concat("--budget ", text, ": expected a size or a percentage such as 10%"));
     }
     const int percent = std::stoi(bare);
@@ -180,24 +177,22 @@ std::string seconds(Nanos nanos) { return roundNanos(nanos); }
 std::string pad(std::string text, std::size_t width, bool left = false) {
   // Count what is seen: the texts here are ASCII.
   if (text.size() < width) {
-    text.insert(left ? text.begin() + static_cast<std::ptrdiff_t>(text.size()) : text.begin(),
-                width - text.size(), ' ');
+    text.insert(left ? text.begin() + static_cast<std::ptrdiff_t>(text.size()) : text.begin(), width - text.size(),
+                ' ');
   }
   return text;
 }
 
 std::string ratio(Nanos a, Nanos b) {
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.3f",
-                static_cast<double>(a) / static_cast<double>(std::max<Nanos>(b, 1)));
+  std::snprintf(text.data(), text.size(), "%.3f", static_cast<double>(a) / static_cast<double>(std::max<Nanos>(b, 1)));
   return text.data();
 }
 
 std::string compare(const Problem& problem, bool json) {
   const Nanos bound = lowerBound(problem.graph, problem.usage, problem.cost, problem.budget).best;
-  std::string table =
-      concat(pad("strategy", 10, true), pad("step", 10), pad("x bound", 9), pad("gather exp.", 13),
-             pad("reduce exp.", 13), pad("copies exp.", 13), pad("peak", 10), "\n");
+  std::string table = concat(pad("strategy", 10, true), pad("step", 10), pad("x bound", 9), pad("gather exp.", 13),
+                             pad("reduce exp.", 13), pad("copies exp.", 13), pad("peak", 10), "\n");
   Json rows;
   rows.beginObject().key("lower_bound_ns").value(bound).key("budget_bytes").value(problem.budget);
   rows.key("strategies").beginArray();
@@ -208,34 +203,20 @@ std::string compare(const Problem& problem, bool json) {
       const Plan plan = makeStrategy(name)->plan(problem);
       requireValid(problem.graph, plan);
       const Report made = report(problem.graph, problem.usage, problem.cost, plan);
-      const auto exposed = [&](Resource resource) {
-        return made.run.exposed[static_cast<std::size_t>(resource)];
-      };
+      const auto exposed = [&](Resource resource) { return made.run.exposed[static_cast<std::size_t>(resource)]; };
       const Nanos copies = exposed(Resource::HostToDevice) + exposed(Resource::DeviceToHost);
       table += pad(seconds(made.run.step), 10) + pad(ratio(made.run.step, bound), 9) +
-               pad(seconds(exposed(Resource::Gather)), 13) +
-               pad(seconds(exposed(Resource::Reduce)), 13) + pad(seconds(copies), 13) +
-               pad(roundBytes(made.memory.peak), 10) + "\n";
-      rows.key("step_ns")
-          .value(made.run.step)
-          .key("gather_exposed_ns")
-          .value(exposed(Resource::Gather));
-      rows.key("reduce_exposed_ns")
-          .value(exposed(Resource::Reduce))
-          .key("copies_exposed_ns")
-          .value(copies);
+               pad(seconds(exposed(Resource::Gather)), 13) + pad(seconds(exposed(Resource::Reduce)), 13) +
+               pad(seconds(copies), 13) + pad(roundBytes(made.memory.peak), 10) + "\n";
+      rows.key("step_ns").value(made.run.step).key("gather_exposed_ns").value(exposed(Resource::Gather));
+      rows.key("reduce_exposed_ns").value(exposed(Resource::Reduce)).key("copies_exposed_ns").value(copies);
       Nanos links = 0;
       for (const Instruction& in : plan.instructions) {
         if (in.kind == NodeKind::Gather || in.kind == NodeKind::Reduce) {
           links += durationOf(problem.graph, problem.cost, plan, in);
         }
       }
-      rows.key("links_ns")
-          .value(links)
-          .key("peak_bytes")
-          .value(made.memory.peak)
-          .key("hash")
-          .value(hashOf(plan));
+      rows.key("links_ns").value(links).key("peak_bytes").value(made.memory.peak).key("hash").value(hashOf(plan));
     } catch (const BudgetError& error) {
       table += concat("  does not fit: needs ", roundBytes(error.least), "\n");
       rows.key("least_bytes").value(error.least);
@@ -256,16 +237,14 @@ std::string compare(const Problem& problem, bool json) {
   return json ? rows.text() + "\n" : table;
 }
 
-CommandResult planAndPrint(const Options& options, const StepGraph& graph, const Machine& machine,
-                           bool print_plan) {
+CommandResult planAndPrint(const Options& options, const StepGraph& graph, const Machine& machine, bool print_plan) {
   CommandResult result;
   const Usage usage(graph);
   const CostModel cost(machine, graph.world);
   Problem problem{graph, usage, cost, 0};
   problem.budget = budgetOf(options, problem, machine);
-  const std::string title =
-      concat(graph.name, " on ", graph.world, " ranks of ", machine.name, ", ZeRO-", graph.stage,
-             ", ", graph.nodes.size(), " nodes, budget ", roundBytes(problem.budget), "\n");
+  const std::string title = concat(graph.name, " on ", graph.world, " ranks of ", machine.name, ", ZeRO-", graph.stage,
+                                   ", ", graph.nodes.size(), " nodes, budget ", roundBytes(problem.budget), "\n");
   const std::string json = options.get("json", "");
   if (options.has("compare")) {
     if (json == "-") {
@@ -281,8 +260,7 @@ CommandResult planAndPrint(const Options& options, const StepGraph& graph, const
   const Plan plan = makeStrategy(options.get("strategy", "auto"))->plan(problem);
   if (const auto violation = verify(graph, plan)) {
     result.status = kRefused;
-    result.error =
-        concat("the plan is refused (", name(violation->property), "): ", violation->reason, "\n");
+    result.error = concat("the plan is refused (", name(violation->property), "): ", violation->reason, "\n");
     return result;
   }
   const Report made = report(graph, usage, cost, plan);

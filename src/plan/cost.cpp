@@ -8,8 +8,7 @@ namespace dc::plan {
 namespace {
 
 constexpr Nanos kSecond = 1000000000;
-constexpr int kEfficiency =
-    900;  // thousandths of the best bandwidth at which a collective counts as saturated
+constexpr int kEfficiency = 900;  // thousandths of the best bandwidth at which a collective counts as saturated
 
 }  // namespace
 
@@ -43,9 +42,8 @@ Nanos CostModel::collective(const std::vector<Point>& points, Bytes bytes) const
   }
   // Linear between the points; below the first one its time, above the last one its bandwidth (or
   // the last slope if that is slower).
-  const auto above =
-      std::lower_bound(points.begin(), points.end(), bytes,
-                       [](const Point& point, Bytes size) { return point.bytes < size; });
+  const auto above = std::lower_bound(points.begin(), points.end(), bytes,
+                                      [](const Point& point, Bytes size) { return point.bytes < size; });
   if (above == points.begin()) {
     return points.front().time;
   }
@@ -78,11 +76,9 @@ Bytes CostModel::saturating(const std::vector<Point>& points) const {
   for (Bytes base = 1 << 6; base < Bytes{1} << 34; base *= 2) {
     for (Bytes size = base; size < 2 * base; size += base / 8) {
       // The least time of a huge transfer, per size: latency does not count.
-      const Nanos ideal =
-          points.empty() ? mulDiv(size, share_, divisor_)
-                         : mulDiv(leastCollective(points, Bytes{1} << 44), size, Bytes{1} << 44);
-      if (static_cast<Wide>(ideal) * 1000 >=
-          static_cast<Wide>(collective(points, size)) * kEfficiency) {
+      const Nanos ideal = points.empty() ? mulDiv(size, share_, divisor_)
+                                         : mulDiv(leastCollective(points, Bytes{1} << 44), size, Bytes{1} << 44);
+      if (static_cast<Wide>(ideal) * 1000 >= static_cast<Wide>(collective(points, size)) * kEfficiency) {
         return size;
       }
     }

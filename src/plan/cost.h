@@ -35,8 +35,7 @@ class CostModel {
   static Nanos copy(const Link& link, Bytes bytes);
 
   Machine machine_;
-  Nanos latency_ =
-      0;  // of the analytic collective; its bytes take bytes * share_ / divisor_ nanoseconds more
+  Nanos latency_ = 0;  // of the analytic collective; its bytes take bytes * share_ / divisor_ nanoseconds more
   std::int64_t share_ = 0;
   std::int64_t divisor_ = 1;
   Bytes saturating_gather_ = 0;

@@ -15,14 +15,11 @@ std::string explain(const Reason& reason) {
     case Why::NextBlock:
       return "prefetched during the block before";
     case Why::Hoisted:
-      return concat("hoisted until memory was full or enough was pending (", roundBytes(a),
-                    " pending)");
+      return concat("hoisted until memory was full or enough was pending (", roundBytes(a), " pending)");
     case Why::Hidden:
-      return concat("as late as is still hidden: ", roundNanos(a), " of gather under ",
-                    roundNanos(b), " of compute");
+      return concat("as late as is still hidden: ", roundNanos(a), " of gather under ", roundNanos(b), " of compute");
     case Why::Exposed:
-      return concat("cannot be hidden: ", roundNanos(a), " of gather, ", roundNanos(b),
-                    " of compute before its use");
+      return concat("cannot be hidden: ", roundNanos(a), " of gather, ", roundNanos(b), " of compute before its use");
     case Why::MemoryBound:
       return concat("would start earlier, but ", roundBytes(a), " did not fit; ", roundNanos(b),
                     " of compute before its use");
@@ -31,8 +28,7 @@ std::string explain(const Reason& reason) {
     case Why::LastUse:
       return concat("after its last use, gives back ", roundBytes(a));
     case Why::NotKept:
-      return concat("gives back ", roundBytes(a), "; gathered again for its next use, ", b,
-                    " nodes later");
+      return concat("gives back ", roundBytes(a), "; gathered again for its next use, ", b, " nodes later");
     case Why::Kept:
       return concat("stays gathered (", roundBytes(a), ")");
     case Why::BucketFull:

@@ -24,12 +24,12 @@ Report report(const StepGraph& graph, const Usage& usage, const CostModel& cost,
 // A page of text: step time and its distance from the lower bound, what is exposed and by whom, the
 // peak and who holds it, and every gather, bucket, kept parameter and offload with its reason.
 // `most` limits the list of decisions.
-std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostModel& cost,
-                        const Plan& plan, const Report& report, std::size_t most);
+std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
+                        const Report& report, std::size_t most);
 
 // The same numbers for programs.
-std::string reportJson(const StepGraph& graph, const Usage& usage, const CostModel& cost,
-                       const Plan& plan, const Report& report);
+std::string reportJson(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
+                       const Report& report);
 
 // A Chrome / Perfetto trace of the simulated step: one track for each resource and a counter of
 // memory.

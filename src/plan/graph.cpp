@@ -16,8 +16,7 @@ void checkSize(std::int64_t value, const std::string& of, const char* what) {
   check(value <= kLargest, [&] { return concat(of, ": ", what, " ", value, " is too large"); });
 }
 
-void checkIds(const std::vector<Index>& ids, std::size_t count, const Node& node,
-              const char* what) {
+void checkIds(const std::vector<Index>& ids, std::size_t count, const Node& node, const char* what) {
   for (const Index id : ids) {
     check(id >= 0 && static_cast<std::size_t>(id) < count,
           [&] { return concat("node '", node.name, "': ", what, " ", id, " does not exist"); });
@@ -30,9 +29,8 @@ void checkIds(const std::vector<Index>& ids, std::size_t count, const Node& node
 
 void checkParts(const StepGraph& graph) {
   check(graph.world >= 1, [&] { return concat("graph '", graph.name, "': world ", graph.world); });
-  check(graph.stage >= 1 && graph.stage <= 3, [&] {
-    return concat("graph '", graph.name, "': stage ", graph.stage, "; expected 1, 2 or 3");
-  });
+  check(graph.stage >= 1 && graph.stage <= 3,
+        [&] { return concat("graph '", graph.name, "': stage ", graph.stage, "; expected 1, 2 or 3"); });
   for (const Param& param : graph.params) {
     const std::string of = "param '" + param.name + "'";
     checkSize(param.bytes, of, "bytes");
@@ -41,16 +39,14 @@ void checkParts(const StepGraph& graph) {
     checkSize(param.accum, of, "accum");
     checkSize(param.state, of, "state");
     check(param.shard <= param.bytes || graph.world == 1 || param.bytes < graph.world * 64, [&] {
-      return concat(of, ": the shard (", param.shard, ") is larger than the parameter (",
-                    param.bytes, ")");
+      return concat(of, ": the shard (", param.shard, ") is larger than the parameter (", param.bytes, ")");
     });
   }
   for (std::size_t i = 0; i < graph.buffers.size(); ++i) {
     const Buffer& buffer = graph.buffers[i];
     const std::string of = "buffer '" + buffer.name + "'";
     checkSize(buffer.bytes, of, "bytes");
-    check(buffer.alias_buffer < static_cast<Index>(i) &&
-              buffer.alias_param < static_cast<Index>(graph.params.size()),
+    check(buffer.alias_buffer < static_cast<Index>(i) && buffer.alias_param < static_cast<Index>(graph.params.size()),
           [&] { return of + " is an alias of something that does not exist yet"; });
     const bool alias = buffer.alias_buffer != kNone || buffer.alias_param != kNone;
     check(!alias || buffer.bytes == 0, [&] { return of + " is an alias and cannot have bytes"; });
@@ -63,13 +59,12 @@ std::vector<Index> makers(const StepGraph& graph) {
   for (std::size_t n = 0; n < graph.nodes.size(); ++n) {
     for (const Index buffer : graph.nodes[n].makes) {
       check(maker[buffer] == kNone, [&] {
-        return concat("buffer '", graph.buffers[buffer].name, "' is made by node '",
-                      graph.nodes[maker[buffer]].name, "' and again by node '", graph.nodes[n].name,
-                      "'");
+        return concat("buffer '", graph.buffers[buffer].name, "' is made by node '", graph.nodes[maker[buffer]].name,
+                      "' and again by node '", graph.nodes[n].name, "'");
       });
       check(!graph.buffers[buffer].input, [&] {
-        return concat("buffer '", graph.buffers[buffer].name, "' is an input, yet node '",
-                      graph.nodes[n].name, "' makes it");
+        return concat("buffer '", graph.buffers[buffer].name, "' is an input, yet node '", graph.nodes[n].name,
+                      "' makes it");
       });
       maker[buffer] = static_cast<Index>(n);
     }
@@ -89,16 +84,13 @@ void checkNodes(const StepGraph& graph) {
     checkIds(node.makes, graph.buffers.size(), node, "makes");
     checkIds(node.reads, graph.buffers.size(), node, "reads");
     check(node.kind == NodeKind::Compute || node.kind == NodeKind::Optimizer, [&] {
-      return concat(
-          of, " is a ", name(node.kind),
-          " node; a step graph holds compute and optimizer nodes, the planner places the others");
+      return concat(of, " is a ", name(node.kind),
+                    " node; a step graph holds compute and optimizer nodes, the planner places the others");
     });
     const bool optimizer = node.kind == NodeKind::Optimizer;
-    check(optimizer || node.updates.empty(),
-          [&] { return of + " updates parameters but is no optimizer node"; });
-    check(!optimizer || (node.grads.empty() && node.uses.empty()), [&] {
-      return of + " is an optimizer node and cannot use gathered parameters or make gradients";
-    });
+    check(optimizer || node.updates.empty(), [&] { return of + " updates parameters but is no optimizer node"; });
+    check(!optimizer || (node.grads.empty() && node.uses.empty()),
+          [&] { return of + " is an optimizer node and cannot use gathered parameters or make gradients"; });
     for (const std::vector<Index>* list : {&node.grads, &node.updates}) {
       for (const Index param : *list) {
         check(!graph.params[param].frozen,
@@ -128,9 +120,8 @@ void checkSums(const StepGraph& graph) {
     bytes += buffer.bytes;
   }
   const Wide most = Wide{1} << 60;
-  check(time < most && bytes < most, [&] {
-    return concat("graph '", graph.name, "': times or sizes add up to more than 2^60");
-  });
+  check(time < most && bytes < most,
+        [&] { return concat("graph '", graph.name, "': times or sizes add up to more than 2^60"); });
 }
 
 [[noreturn]] void failCycle(const StepGraph& graph, const std::vector<std::vector<Index>>& needs,
@@ -149,8 +140,7 @@ void checkSums(const StepGraph& graph) {
   while (seen_at[node] == kNone) {
     seen_at[node] = static_cast<Index>(path.size());
     path.push_back(node);
-    node =
-        *std::find_if(needs[node].begin(), needs[node].end(), [&](Index n) { return open[n] > 0; });
+    node = *std::find_if(needs[node].begin(), needs[node].end(), [&](Index n) { return open[n] > 0; });
   }
   std::string text = "the graph has a cycle: '" + graph.nodes[node].name + "'";
   for (std::size_t i = seen_at[node] + 1; i < path.size(); ++i) {
@@ -169,9 +159,7 @@ Index baseBuffer(const StepGraph& graph, Index buffer) {
   return buffer;
 }
 
-Index viewedParam(const StepGraph& graph, Index buffer) {
-  return graph.buffers[baseBuffer(graph, buffer)].alias_param;
-}
+Index viewedParam(const StepGraph& graph, Index buffer) { return graph.buffers[baseBuffer(graph, buffer)].alias_param; }
 
 void validate(StepGraph& graph) {
   checkParts(graph);
@@ -191,8 +179,7 @@ void validate(StepGraph& graph) {
         const Index base = baseBuffer(graph, buffer);
         const Buffer& root = graph.buffers[base];
         check(!read || maker[base] != kNone || root.input || root.alias_param != kNone, [&] {
-          return concat("node '", node.name, "' reads buffer '", graph.buffers[buffer].name,
-                        "', which no node makes",
+          return concat("node '", node.name, "' reads buffer '", graph.buffers[buffer].name, "', which no node makes",
                         base == buffer ? "" : concat(" (it is a view of '", root.name, "')"));
         });
         for (const Index source : {maker[buffer], maker[base]}) {

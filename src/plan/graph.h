@@ -20,7 +20,7 @@ struct Param {
   Bytes state = 0;  // optimizer states
   Dtype dtype = Dtype::BF16;
   bool persistent = false;  // gathered at most once in a step, released only after its last use
-  bool frozen = false;  // has no gradient and is never updated, so that a gathered copy stays valid
+  bool frozen = false;      // has no gradient and is never updated, so that a gathered copy stays valid
 
   bool operator==(const Param&) const = default;
 };
@@ -31,9 +31,8 @@ struct Buffer {
   std::string name;
   Bytes bytes = 0;
   Index alias_buffer = kNone;  // a view of another buffer: holds no bytes of its own
-  Index alias_param =
-      kNone;           // a view of a gathered parameter: reading it is a use of the parameter
-  bool input = false;  // there from the start of the step, held to its end
+  Index alias_param = kNone;   // a view of a gathered parameter: reading it is a use of the parameter
+  bool input = false;          // there from the start of the step, held to its end
 
   bool operator==(const Buffer&) const = default;
 };
@@ -42,12 +41,11 @@ struct Node {
   std::string name;
   NodeKind kind = NodeKind::Compute;  // Compute or Optimizer
   Phase phase = Phase::Forward;
-  Index micro = 0;      // micro-batch
-  Index block = 0;      // repeated part of the model (a layer); what per-block prefetching goes by
-  Nanos time = 0;       // on the device, with nothing else running
-  Bytes workspace = 0;  // held while the node runs
-  std::vector<Index>
-      after;  // nodes that must come first, beside those that make what this one reads
+  Index micro = 0;             // micro-batch
+  Index block = 0;             // repeated part of the model (a layer); what per-block prefetching goes by
+  Nanos time = 0;              // on the device, with nothing else running
+  Bytes workspace = 0;         // held while the node runs
+  std::vector<Index> after;    // nodes that must come first, beside those that make what this one reads
   std::vector<Index> uses;     // parameters, gathered
   std::vector<Index> grads;    // parameters whose gradient this node contributes to
   std::vector<Index> updates;  // parameters that this optimizer node updates
@@ -63,8 +61,7 @@ struct StepGraph {
   int stage = 3;
   std::vector<Param> params;
   std::vector<Buffer> buffers;
-  std::vector<Node>
-      nodes;  // after validate(): each after all that it needs; this is the order of execution
+  std::vector<Node> nodes;  // after validate(): each after all that it needs; this is the order of execution
 
   bool operator==(const StepGraph&) const = default;
 };

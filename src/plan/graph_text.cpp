@@ -28,8 +28,7 @@ class GraphParser {
         graph_.name = nameAt(1, "the graph's name");
         noMoreThan(2);
       } else if (first.text == "world") {
-        graph_.world =
-            static_cast<int>(in_.integer(in_.word(1, "the number of ranks"), 1, 1 << 20));
+        graph_.world = static_cast<int>(in_.integer(in_.word(1, "the number of ranks"), 1, 1 << 20));
         noMoreThan(2);
       } else if (first.text == "stage") {
         graph_.stage = static_cast<int>(in_.integer(in_.word(1, "a ZeRO stage"), 1, 3));
@@ -41,8 +40,7 @@ class GraphParser {
       } else if (first.text == "node") {
         node();
       } else {
-        in_.fail(first, unknown("line", first.text,
-                                {"graph", "world", "stage", "param", "buffer", "node"}));
+        in_.fail(first, unknown("line", first.text, {"graph", "world", "stage", "param", "buffer", "node"}));
       }
     }
     linkAfter();
@@ -54,8 +52,7 @@ class GraphParser {
   std::string nameAt(std::size_t index, std::string_view expected) {
     const Word& word = in_.word(index, expected);
     if (!isName(word.text)) {
-      in_.fail(word, concat("'", word.text,
-                            "' is not a name: it holds one of , = or an unprintable character"));
+      in_.fail(word, concat("'", word.text, "' is not a name: it holds one of , = or an unprintable character"));
     }
     return std::string(word.text);
   }
@@ -78,8 +75,7 @@ class GraphParser {
   // alias=NAME may name a parameter or a buffer, so no name may mean both.
   void notAlso(const Names& names, std::string_view what) {
     if (names.count(in_.words()[1].text) != 0) {
-      in_.fail(in_.words()[1],
-               concat("'", in_.words()[1].text, "' is already the name of a ", what));
+      in_.fail(in_.words()[1], concat("'", in_.words()[1].text, "' is already the name of a ", what));
     }
   }
 
@@ -126,16 +122,14 @@ class GraphParser {
         param.frozen = true;
       } else {
         in_.fail(field.key, unknown("field of param", key,
-                                    {"bytes", "shard", "grad", "accum", "state", "dtype",
-                                     "persistent", "frozen"}));
+                                    {"bytes", "shard", "grad", "accum", "state", "dtype", "persistent", "frozen"}));
       }
     }
     if (!has_bytes) {
       in_.word(in_.words().size(), "bytes=SIZE");
     }
     if (!has_shard) {
-      param.shard =
-          graph_.stage == 3 ? (param.bytes + graph_.world - 1) / graph_.world : param.bytes;
+      param.shard = graph_.stage == 3 ? (param.bytes + graph_.world - 1) / graph_.world : param.bytes;
     }
     if (!has_grad && !param.frozen) {
       param.grad = param.bytes;
@@ -162,12 +156,10 @@ class GraphParser {
         flag(field);
         buffer.input = true;
       } else {
-        in_.fail(field.key,
-                 unknown("field of buffer", field.key.text, {"bytes", "alias", "input"}));
+        in_.fail(field.key, unknown("field of buffer", field.key.text, {"bytes", "alias", "input"}));
       }
     }
-    if ((buffer.alias_buffer != kNone || buffer.alias_param != kNone) &&
-        (buffer.bytes != 0 || buffer.input)) {
+    if ((buffer.alias_buffer != kNone || buffer.alias_param != kNone) && (buffer.bytes != 0 || buffer.input)) {
       in_.fail(in_.words()[1], "an alias has no bytes of its own and is no input");
     }
     graph_.buffers.push_back(std::move(buffer));
@@ -198,10 +190,8 @@ class GraphParser {
       in_.fail(kind, unknown("kind of node", kind.text, {"compute", "optimizer"}));
     }
     if (*found != NodeKind::Compute && *found != NodeKind::Optimizer) {
-      in_.fail(kind,
-               concat("'", kind.text,
-                      "' nodes are placed by the planner; write uses=PARAM or grads=PARAM on ",
-                      "the compute node that needs or makes it"));
+      in_.fail(kind, concat("'", kind.text, "' nodes are placed by the planner; write uses=PARAM or grads=PARAM on ",
+                            "the compute node that needs or makes it"));
     }
     node.kind = *found;
     node.phase = node.kind == NodeKind::Optimizer ? Phase::Update : Phase::Forward;
@@ -214,8 +204,7 @@ class GraphParser {
       } else if (key == "phase") {
         const auto value = phase(field.value.text);
         if (!value) {
-          in_.fail(field.value,
-                   unknown("phase", field.value.text, {"forward", "backward", "update"}));
+          in_.fail(field.value, unknown("phase", field.value.text, {"forward", "backward", "update"}));
         }
         node.phase = *value;
       } else if (key == "micro") {
@@ -238,8 +227,8 @@ class GraphParser {
         after = in_.list(field.value);
       } else {
         in_.fail(field.key, unknown("field of node", key,
-                                    {"time", "phase", "micro", "block", "workspace", "uses",
-                                     "grads", "updates", "makes", "reads", "after"}));
+                                    {"time", "phase", "micro", "block", "workspace", "uses", "grads", "updates",
+                                     "makes", "reads", "after"}));
       }
     }
     after_.push_back({in_.line(), std::move(after)});
@@ -252,8 +241,7 @@ class GraphParser {
       for (const Word& word : after_[n].second) {
         const auto found = nodes_.find(word.text);
         if (found == nodes_.end()) {
-          throw ParseError(in_.file(), after_[n].first, word.column,
-                           unknown("node", word.text, keys(nodes_)));
+          throw ParseError(in_.file(), after_[n].first, word.column, unknown("node", word.text, keys(nodes_)));
         }
         graph_.nodes[n].after.push_back(found->second);
       }
@@ -269,8 +257,7 @@ class GraphParser {
 };
 
 template <typename Things>
-void printList(std::string& out, const char* key, const std::vector<Index>& ids,
-               const Things& things) {
+void printList(std::string& out, const char* key, const std::vector<Index>& ids, const Things& things) {
   const char* between = "=";
   if (!ids.empty()) {
     out += key;
@@ -284,19 +271,15 @@ void printList(std::string& out, const char* key, const std::vector<Index>& ids,
 
 }  // namespace
 
-StepGraph parseGraph(std::string_view text, const std::string& file) {
-  return GraphParser(text, file).parse();
-}
+StepGraph parseGraph(std::string_view text, const std::string& file) { return GraphParser(text, file).parse(); }
 
 std::string print(const StepGraph& graph) {
-  std::string out =
-      concat("graph ", graph.name, "\nworld ", graph.world, "\nstage ", graph.stage, "\n");
+  std::string out = concat("graph ", graph.name, "\nworld ", graph.world, "\nstage ", graph.stage, "\n");
   for (const Param& param : graph.params) {
-    out += concat("param ", param.name, " bytes=", exactBytes(param.bytes),
-                  " shard=", exactBytes(param.shard), " grad=", exactBytes(param.grad),
-                  " accum=", exactBytes(param.accum), " state=", exactBytes(param.state),
-                  " dtype=", name(param.dtype), param.persistent ? " persistent" : "",
-                  param.frozen ? " frozen" : "", "\n");
+    out += concat("param ", param.name, " bytes=", exactBytes(param.bytes), " shard=", exactBytes(param.shard),
+                  " grad=", exactBytes(param.grad), " accum=", exactBytes(param.accum),
+                  " state=", exactBytes(param.state), " dtype=", name(param.dtype),
+                  param.persistent ? " persistent" : "", param.frozen ? " frozen" : "", "\n");
   }
   for (const Buffer& buffer : graph.buffers) {
     out += "buffer " + buffer.name;

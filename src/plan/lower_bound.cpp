@@ -39,8 +39,7 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
   std::vector<Index> seen(graph.params.size(), 0);
   for (std::size_t slot = 0; slot < graph.nodes.size(); ++slot) {
     const Node& node = graph.nodes[slot];
-    if (slot == 0 || node.phase != graph.nodes[slot - 1].phase ||
-        node.micro != graph.nodes[slot - 1].micro) {
+    if (slot == 0 || node.phase != graph.nodes[slot - 1].phase || node.micro != graph.nodes[slot - 1].micro) {
       // A window lasts from the end of the slot before it to the end of its own last slot. What was
       // gathered before it and is used in it is there while both that slot and its first slot run:
       // a gather that stands after a slot starts after it. What is not reduced yet when the window
@@ -79,20 +78,18 @@ std::vector<Window> windowsOf(const StepGraph& graph, const Usage& usage, Bytes 
 
 // The least time of a window when everything movable is away: for when windows begin at the
 // earliest, and how much of the step is left after they begin at the most.
-Nanos leastOf(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
-              std::size_t w, Bytes frozen, Bytes movable) {
+Nanos leastOf(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows, std::size_t w,
+              Bytes frozen, Bytes movable) {
   const Window& window = windows[w];
   const auto room = [&](Bytes bytes, std::size_t at) {
     return std::max<Bytes>(0, bytes + movable + windows[at].activations);
   };
   const Bytes held = w == 0 ? frozen : std::min(room(window.room, w), room(window.first_room, w));
   const Nanos gathers = cost.leastGather(std::max<Bytes>(0, window.needed - held));
-  const Bytes left =
-      w + 1 == windows.size() ? 0 : room(windows[w + 1].room, w + 1) + windows[w + 1].fresh;
+  const Bytes left = w + 1 == windows.size() ? 0 : room(windows[w + 1].room, w + 1) + windows[w + 1].fresh;
   const Bytes carried = graph.stage == 1 ? window.reduced : left;
   const Nanos reductions = cost.leastReduce(std::max<Bytes>(0, window.reduced - carried));
-  const Nanos links =
-      cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
+  const Nanos links = cost.machine().shared_links ? gathers + reductions : std::max(gathers, reductions);
   return std::max(links, window.compute);
 }
 
@@ -104,15 +101,15 @@ struct Sums {
 // A lower bound for steps of at most `step`. Offloading makes room, but what is away when a window
 // begins must come back over the host link in the rest of the step: states and shards once,
 // activations once for every micro-batch.
-Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows,
-          Bytes frozen, Nanos reductions, Nanos step) {
+Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Window>& windows, Bytes frozen,
+          Nanos reductions, Nanos step) {
   Bytes movable = 0;
   for (const Param& param : graph.params) {
     movable += param.state + param.shard;
   }
   const auto crossing = [&](Nanos time, const Link& link) {
-    return static_cast<Bytes>(std::min<Wide>(
-        kLargest, static_cast<Wide>(std::max<Nanos>(0, time)) * link.bandwidth / 1000000000));
+    return static_cast<Bytes>(
+        std::min<Wide>(kLargest, static_cast<Wide>(std::max<Nanos>(0, time)) * link.bandwidth / 1000000000));
   };
   const Link& back = cost.machine().to_device;
   const Link& out = cost.machine().to_host;
@@ -176,10 +173,8 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
       for (Bytes from = 0; from < kSteps; ++from) {
         const Bytes comes = mulDiv(mostBacklog(w), from, kSteps);
         const Nanos reduced = reduceTime(comes + window.reduced - leaves);
-        const Nanos links = cost.machine().shared_links ? gathers[from] + reduced
-                                                        : std::max(gathers[from], reduced);
-        const Nanos time =
-            std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
+        const Nanos links = cost.machine().shared_links ? gathers[from] + reduced : std::max(gathers[from], reduced);
+        const Nanos time = std::max(links, window.compute + mulDiv(links, slowdown, 1000 + slowdown));
         next[to] = std::min(next[to], std::min(unreached, best[from] + time));
       }
     }
@@ -193,8 +188,8 @@ Sums over(const StepGraph& graph, const CostModel& cost, const std::vector<Windo
   const Nanos credit = std::max(cost.leastGather(saved), cost.leastReduce(saved));
   sums.step = std::max<Nanos>(0, sums.step - credit);
   sums.gathers = std::max<Nanos>(0, sums.gathers - cost.leastGather(saved));
-  sums.step = std::max(sums.step, cost.machine().shared_links ? sums.gathers + reductions
-                                                              : std::max(sums.gathers, reductions));
+  sums.step =
+      std::max(sums.step, cost.machine().shared_links ? sums.gathers + reductions : std::max(sums.gathers, reductions));
   return sums;
 }
 
@@ -215,8 +210,7 @@ Bytes reducedBytes(const StepGraph& graph, const Usage& usage, Index from_slot) 
 
 }  // namespace
 
-LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostModel& cost,
-                      Bytes budget) {
+LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostModel& cost, Bytes budget) {
   LowerBound bound;
   const auto slots = static_cast<Index>(graph.nodes.size());
   Nanos compute = 0;
@@ -245,14 +239,11 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
     }
   }
   bound.windows = low;
-  bound.gathers = over(graph, cost, windows, frozen, bound.reductions, low).gathers +
-                  cost.leastGather(refreshed);
+  bound.gathers = over(graph, cost, windows, frozen, bound.reductions, low).gathers + cost.leastGather(refreshed);
   const bool shared = cost.machine().shared_links;
-  bound.links =
-      shared ? bound.gathers + bound.reductions : std::max(bound.gathers, bound.reductions);
+  bound.links = shared ? bound.gathers + bound.reductions : std::max(bound.gathers, bound.reductions);
   // While collectives run, compute runs slower: T >= compute + links * s / (1 + s).
-  bound.compute =
-      compute + mulDiv(bound.links, cost.machine().slowdown, 1000 + cost.machine().slowdown);
+  bound.compute = compute + mulDiv(bound.links, cost.machine().slowdown, 1000 + cost.machine().slowdown);
 
   // All that the first k nodes use is gathered before the k-th; all that the last nodes contribute
   // is reduced after them.
@@ -306,8 +297,8 @@ LowerBound lowerBound(const StepGraph& graph, const Usage& usage, const CostMode
     const Nanos last = cost.leastReduce(reducedBytes(graph, usage, last_contribution));
     bound.critical = std::max(bound.critical, late[last_contribution] + done + last + update);
   }
-  bound.best = std::max({bound.windows, bound.compute, bound.gathers, bound.reductions, bound.links,
-                         bound.critical, bound.launches});
+  bound.best = std::max(
+      {bound.windows, bound.compute, bound.gathers, bound.reductions, bound.links, bound.critical, bound.launches});
   return bound;
 }
 

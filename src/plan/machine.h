@@ -28,22 +28,19 @@ struct Point {
 
 struct Machine {
   std::string name = "machine";
-  int devices = 1;           // ranks that share a node
-  Bytes budget = kLargest;   // device memory that a rank may use for training
-  Link inside;               // between the ranks of a node, per rank; latency per hop
-  Link between;              // between nodes, per rank; latency per hop
-  Link to_device;            // host to device
-  Link to_host;              // device to host
-  bool shared_links = true;  // gathers and reductions that run at the same time share the bandwidth
-  int slowdown = 0;          // compute takes this many thousandths longer while a collective runs
-  Nanos launch = 0;          // host time to launch one node or collective
-  std::int64_t flops =
-      1;  // matrix operations that are reached, in million per second; for model graphs
-  std::int64_t memory_bandwidth =
-      1;  // bytes per second of device memory that are reached; for model graphs
-  std::int64_t host_update =
-      1;                      // bytes of optimizer state per second and rank that the host updates
-  std::vector<Point> gather;  // measured curves, by rising size; empty: the links decide
+  int devices = 1;                    // ranks that share a node
+  Bytes budget = kLargest;            // device memory that a rank may use for training
+  Link inside;                        // between the ranks of a node, per rank; latency per hop
+  Link between;                       // between nodes, per rank; latency per hop
+  Link to_device;                     // host to device
+  Link to_host;                       // device to host
+  bool shared_links = true;           // gathers and reductions that run at the same time share the bandwidth
+  int slowdown = 0;                   // compute takes this many thousandths longer while a collective runs
+  Nanos launch = 0;                   // host time to launch one node or collective
+  std::int64_t flops = 1;             // matrix operations that are reached, in million per second; for model graphs
+  std::int64_t memory_bandwidth = 1;  // bytes per second of device memory that are reached; for model graphs
+  std::int64_t host_update = 1;       // bytes of optimizer state per second and rank that the host updates
+  std::vector<Point> gather;          // measured curves, by rising size; empty: the links decide
   std::vector<Point> reduce;
 
   bool operator==(const Machine&) const = default;

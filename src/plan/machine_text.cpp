@@ -5,10 +5,9 @@
 namespace dc::plan {
 namespace {
 
-const std::vector<std::string_view> kLines = {
-    "machine",   "devices",          "budget",       "inside",   "between",
-    "to_device", "to_host",          "shared_links", "slowdown", "launch",
-    "flops",     "memory_bandwidth", "host_update",  "gather",   "reduce"};
+const std::vector<std::string_view> kLines = {"machine",   "devices",          "budget",       "inside",   "between",
+                                              "to_device", "to_host",          "shared_links", "slowdown", "launch",
+                                              "flops",     "memory_bandwidth", "host_update",  "gather",   "reduce"};
 
 Link link(const TextReader& in, Link value) {
   for (std::size_t i = 1; i < in.words().size(); ++i) {
@@ -37,9 +36,8 @@ std::vector<Point> curve(const TextReader& in) {
     if (colon == std::string_view::npos) {
       in.fail(word, concat("expected SIZE:TIME, found '", word.text, "'"));
     }
-    const Point point{
-        in.bytes({word.text.substr(0, colon), word.column}),
-        in.nanos({word.text.substr(colon + 1), word.column + static_cast<int>(colon) + 1})};
+    const Point point{in.bytes({word.text.substr(0, colon), word.column}),
+                      in.nanos({word.text.substr(colon + 1), word.column + static_cast<int>(colon) + 1})};
     if (point.bytes == 0 || (!points.empty() && point.bytes <= points.back().bytes)) {
       in.fail(word, "the sizes of a curve start above zero and rise");
     }
@@ -60,8 +58,7 @@ std::string print(const std::vector<Point>& points) {
 }
 
 std::string print(const char* key, const Link& link) {
-  return concat(key, " latency=", exactNanos(link.latency),
-                " bandwidth=", exactBytes(link.bandwidth), "\n");
+  return concat(key, " latency=", exactNanos(link.latency), " bandwidth=", exactBytes(link.bandwidth), "\n");
 }
 
 }  // namespace
@@ -146,14 +143,13 @@ Machine parseMachine(std::string_view text, const std::string& file) {
 }
 
 std::string print(const Machine& machine) {
-  std::string out = concat("machine ", machine.name, "\ndevices ", machine.devices, "\nbudget ",
-                           exactBytes(machine.budget), "\n");
+  std::string out =
+      concat("machine ", machine.name, "\ndevices ", machine.devices, "\nbudget ", exactBytes(machine.budget), "\n");
   out += print("inside", machine.inside) + print("between", machine.between);
   out += print("to_device", machine.to_device) + print("to_host", machine.to_host);
-  out += concat("shared_links ", machine.shared_links ? "yes" : "no", "\nslowdown ",
-                machine.slowdown, "\nlaunch ", exactNanos(machine.launch), "\nflops ",
-                machine.flops, "\nmemory_bandwidth ", exactBytes(machine.memory_bandwidth),
-                "\nhost_update ", exactBytes(machine.host_update), "\n");
+  out += concat("shared_links ", machine.shared_links ? "yes" : "no", "\nslowdown ", machine.slowdown, "\nlaunch ",
+                exactNanos(machine.launch), "\nflops ", machine.flops, "\nmemory_bandwidth ",
+                exactBytes(machine.memory_bandwidth), "\nhost_update ", exactBytes(machine.host_update), "\n");
   if (!machine.gather.empty()) {
     out += "gather" + print(machine.gather) + "\n";
   }

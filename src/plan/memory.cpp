@@ -84,9 +84,7 @@ class Replay {
     return total();
   }
 
-  Bytes total() const {
-    return shards_ + accums_ + states_ + inputs_ + gathered_ + grads_ + buffers_;
-  }
+  Bytes total() const { return shards_ + accums_ + states_ + inputs_ + gathered_ + grads_ + buffers_; }
 
   std::vector<Holder> holders(Bytes workspace) const {
     return {{"parameter shards", shards_},      {"gradient shards", accums_},
@@ -117,9 +115,7 @@ class Replay {
   }
 
   Bytes& kind(const Item& item) {
-    return item.kind == ItemKind::State   ? states_
-           : item.kind == ItemKind::Shard ? shards_
-                                          : buffers_;
+    return item.kind == ItemKind::State ? states_ : item.kind == ItemKind::Shard ? shards_ : buffers_;
   }
 
   const StepGraph& graph_;
@@ -155,8 +151,7 @@ MemoryProfile memoryProfile(const StepGraph& graph, const Usage& usage, const Pl
   return profile;
 }
 
-std::vector<Holder> holders(const StepGraph& graph, const Usage& usage, const Plan& plan,
-                            Index at) {
+std::vector<Holder> holders(const StepGraph& graph, const Usage& usage, const Plan& plan, Index at) {
   Replay replay(graph, usage, plan);
   std::vector<Holder> result;
   for (Index i = 0; i <= at; ++i) {
@@ -166,8 +161,7 @@ std::vector<Holder> holders(const StepGraph& graph, const Usage& usage, const Pl
       result = replay.holders(std::max<Bytes>(during - after, 0));
     }
   }
-  std::stable_sort(result.begin(), result.end(),
-                   [](const Holder& a, const Holder& b) { return a.bytes > b.bytes; });
+  std::stable_sort(result.begin(), result.end(), [](const Holder& a, const Holder& b) { return a.bytes > b.bytes; });
   std::erase_if(result, [](const Holder& holder) { return holder.bytes == 0; });
   return result;
 }

@@ -8,8 +8,7 @@ namespace {
 constexpr Bytes kLowest = std::numeric_limits<Bytes>::min() / 4;
 }
 
-MemoryTree::MemoryTree(const std::vector<Bytes>& values)
-    : size_(static_cast<Index>(values.size())) {
+MemoryTree::MemoryTree(const std::vector<Bytes>& values) : size_(static_cast<Index>(values.size())) {
   std::size_t leaves = 1;
   while (leaves < values.size()) {
     leaves *= 2;
@@ -87,8 +86,7 @@ Index MemoryTree::lastAbove(Index from, Index to, Bytes limit) const {
   return found == kNone ? from - 1 : found;
 }
 
-Index MemoryTree::lastIn(std::size_t node, Index low, Index high, Index from, Index to,
-                         Bytes limit) const {
+Index MemoryTree::lastIn(std::size_t node, Index low, Index high, Index from, Index to, Bytes limit) const {
   if (high < from || to < low || max_[node] <= limit) {
     return kNone;
   }
@@ -111,8 +109,7 @@ Index MemoryTree::firstAbove(Index from, Index to, Bytes limit) const {
   return found == kNone ? to + 1 : found;
 }
 
-Index MemoryTree::firstIn(std::size_t node, Index low, Index high, Index from, Index to,
-                          Bytes limit) const {
+Index MemoryTree::firstIn(std::size_t node, Index low, Index high, Index from, Index to, Bytes limit) const {
   if (high < from || to < low || max_[node] <= limit) {
     return kNone;
   }

@@ -78,8 +78,8 @@ class Generator {
   }
 
   // A matrix product of all tokens with in x out weights.
-  Operation matmul(const std::string& name, std::vector<Index> params, std::int64_t in,
-                   std::int64_t out, std::int64_t tokens) {
+  Operation matmul(const std::string& name, std::vector<Index> params, std::int64_t in, std::int64_t out,
+                   std::int64_t tokens) {
     Operation op;
     op.name = name;
     op.params = std::move(params);
@@ -111,8 +111,7 @@ class Generator {
       block.push_back(matmul("qkv", {norm1, q, k, v}, h, h + 2 * kv, tokens_));
       Operation attention;
       attention.name = "attention";
-      attention.mega_flops =
-          2 * tokens_ * options_.sequence / 1000 * h / 1000;  // causal: half of 4 s^2 h
+      attention.mega_flops = 2 * tokens_ * options_.sequence / 1000 * h / 1000;  // causal: half of 4 s^2 h
       attention.moved = tokens_ * (2 * h + 2 * kv) * element_;
       attention.made = tokens_ * h * element_;
       block.push_back(attention);
@@ -125,19 +124,17 @@ class Generator {
           up.push_back(param(at + "gate", h * shape_.ffn));
         }
         block.push_back(matmul("up", up, h, wide, tokens_));
-        block.push_back(
-            matmul("down", {param(at + "down", shape_.ffn * h)}, shape_.ffn, h, tokens_));
+        block.push_back(matmul("down", {param(at + "down", shape_.ffn * h)}, shape_.ffn, h, tokens_));
       } else {
-        block.push_back(matmul("router", {norm2, param(at + "router", h * shape_.experts)}, h,
-                               shape_.experts, tokens_));
+        block.push_back(
+            matmul("router", {norm2, param(at + "router", h * shape_.experts)}, h, shape_.experts, tokens_));
         const std::int64_t routed = tokens_ * shape_.experts_per_token / shape_.experts;
         for (std::int64_t e = 0; e < shape_.experts; ++e) {
           const std::string ex = concat(at, "e", e, ".");
-          Operation expert =
-              matmul(concat("expert", e),
-                     {param(ex + "up", h * shape_.ffn), param(ex + "gate", h * shape_.ffn),
-                      param(ex + "down", h * shape_.ffn)},
-                     h, 3 * shape_.ffn, routed);
+          Operation expert = matmul(concat("expert", e),
+                                    {param(ex + "up", h * shape_.ffn), param(ex + "gate", h * shape_.ffn),
+                                     param(ex + "down", h * shape_.ffn)},
+                                    h, 3 * shape_.ffn, routed);
           block.push_back(expert);
         }
       }
@@ -160,8 +157,8 @@ class Generator {
     return static_cast<Index>(graph_.buffers.size()) - 1;
   }
 
-  void node(const std::string& name, Phase phase, int micro, std::size_t block, const Operation& op,
-            int times, bool grads, std::vector<Index> reads, std::vector<Index> makes) {
+  void node(const std::string& name, Phase phase, int micro, std::size_t block, const Operation& op, int times,
+            bool grads, std::vector<Index> reads, std::vector<Index> makes) {
     Node it;
     it.name = name;
     it.phase = phase;
@@ -256,9 +253,8 @@ class Generator {
         }
       }
       // Adam reads and writes its states, reads the gradient and writes the weights.
-      it.time = std::max<Nanos>(mulDiv(elements * (2 * kStateBytes + kAccumBytes + element_),
-                                       1000000000, machine_.memory_bandwidth),
-                                2000);
+      it.time = std::max<Nanos>(
+          mulDiv(elements * (2 * kStateBytes + kAccumBytes + element_), 1000000000, machine_.memory_bandwidth), 2000);
       if (options_.host_optimizer) {
         it.time = mulDiv(elements * kStateBytes, 1000000000, machine_.host_update) +
                   mulDiv(elements * kAccumBytes, 1000000000, machine_.to_host.bandwidth) +
@@ -290,8 +286,7 @@ std::vector<std::string_view> modelNames() {
 
 StepGraph makeModel(std::string_view model, const ModelOptions& options, const Machine& machine) {
   const auto require = [&](std::int64_t value, std::int64_t most, const char* what) {
-    check(value >= 1 && value <= most,
-          [&] { return concat(what, " ", value, ": expected 1 to ", most); });
+    check(value >= 1 && value <= most, [&] { return concat(what, " ", value, ": expected 1 to ", most); });
   };
   require(options.world, 1 << 20, "world");
   require(options.batch, 1 << 16, "batch");

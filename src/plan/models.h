@@ -16,9 +16,8 @@ struct ModelOptions {
   int accumulate = 1;
   int stage = 3;
   Dtype dtype = Dtype::BF16;
-  bool checkpoint = true;  // keep only each layer's input, compute the rest again in backward
-  bool host_optimizer =
-      false;  // states stay in host memory and the host updates them (ZeRO-Offload)
+  bool checkpoint = true;       // keep only each layer's input, compute the rest again in backward
+  bool host_optimizer = false;  // states stay in host memory and the host updates them (ZeRO-Offload)
 };
 
 std::vector<std::string_view> modelNames();

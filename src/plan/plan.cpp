@@ -10,16 +10,16 @@ void PlanWriter::node(const StepGraph& graph, Index slot) {
 }
 
 Index PlanWriter::start(NodeKind kind, std::span<const Item> items, Reason reason) {
-  plan_.instructions.push_back({kind, kNone, plan_.ops, static_cast<Index>(plan_.items.size()),
-                                static_cast<Index>(items.size())});
+  plan_.instructions.push_back(
+      {kind, kNone, plan_.ops, static_cast<Index>(plan_.items.size()), static_cast<Index>(items.size())});
   plan_.items.insert(plan_.items.end(), items.begin(), items.end());
   plan_.reasons.push_back(reason);
   return plan_.ops++;
 }
 
 Index PlanWriter::start(NodeKind kind, std::span<const Index> params, Reason reason) {
-  plan_.instructions.push_back({kind, kNone, plan_.ops, static_cast<Index>(plan_.items.size()),
-                                static_cast<Index>(params.size())});
+  plan_.instructions.push_back(
+      {kind, kNone, plan_.ops, static_cast<Index>(plan_.items.size()), static_cast<Index>(params.size())});
   for (const Index param : params) {
     plan_.items.push_back({ItemKind::Param, param});
   }
@@ -33,8 +33,7 @@ void PlanWriter::wait(Index op, Reason reason) {
 }
 
 void PlanWriter::release(Item item, Reason reason) {
-  plan_.instructions.push_back(
-      {NodeKind::Release, kNone, kNone, static_cast<Index>(plan_.items.size()), 1});
+  plan_.instructions.push_back({NodeKind::Release, kNone, kNone, static_cast<Index>(plan_.items.size()), 1});
   plan_.items.push_back(item);
   plan_.reasons.push_back(reason);
 }

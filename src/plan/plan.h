@@ -87,10 +87,8 @@ struct Plan {
   std::string strategy;
   std::string graph;  // the graph's name
   Bytes budget = 0;
-  std::vector<Item>
-      start_on_host;  // states and shards that are on the host when a step begins and ends
-  std::vector<Index>
-      start_gathered;  // frozen parameters that are gathered when a step begins and ends
+  std::vector<Item> start_on_host;    // states and shards that are on the host when a step begins and ends
+  std::vector<Index> start_gathered;  // frozen parameters that are gathered when a step begins and ends
   std::vector<Instruction> instructions;
   std::vector<Reason> reasons;  // one for each instruction
   std::vector<Item> items;

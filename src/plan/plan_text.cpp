@@ -63,8 +63,8 @@ class PlanParser {
     const auto kind = nodeKind(first.text);
     if (!kind) {
       in_.fail(first, unknown("instruction", first.text,
-                              {"plan", "budget", "start", "compute", "optimizer", "gather",
-                               "reduce", "offload", "reload", "wait", "release"}));
+                              {"plan", "budget", "start", "compute", "optimizer", "gather", "reduce", "offload",
+                               "reload", "wait", "release"}));
     }
     Instruction instruction;
     instruction.kind = *kind;
@@ -89,11 +89,9 @@ class PlanParser {
       plan_.items.push_back(item(in_.words()[at]));
       ++instruction.count;
     }
-    const bool takes_items =
-        *kind != NodeKind::Compute && *kind != NodeKind::Optimizer && *kind != NodeKind::Wait;
+    const bool takes_items = *kind != NodeKind::Compute && *kind != NodeKind::Optimizer && *kind != NodeKind::Wait;
     if (takes_items != (instruction.count > 0)) {
-      in_.fail(first,
-               takes_items ? "expected what it works on" : "unexpected words after the name");
+      in_.fail(first, takes_items ? "expected what it works on" : "unexpected words after the name");
     }
     plan_.instructions.push_back(instruction);
     plan_.reasons.emplace_back();
@@ -104,8 +102,7 @@ class PlanParser {
                                        {std::string_view("shard:"), ItemKind::Shard},
                                        {std::string_view("buffer:"), ItemKind::Buffer}}) {
       if (word.text.starts_with(prefix)) {
-        const Word rest{word.text.substr(prefix.size()),
-                        word.column + static_cast<int>(prefix.size())};
+        const Word rest{word.text.substr(prefix.size()), word.column + static_cast<int>(prefix.size())};
         const bool buffer = kind == ItemKind::Buffer;
         return {kind, find(buffer ? buffers_ : params_, rest, buffer ? "buffer" : "param")};
       }

@@ -27,8 +27,7 @@ std::string itemsText(const StepGraph& graph, const Plan& plan, const Instructio
 }
 
 bool isCollectiveOrCopy(NodeKind kind) {
-  return kind == NodeKind::Gather || kind == NodeKind::Reduce || kind == NodeKind::Offload ||
-         kind == NodeKind::Reload;
+  return kind == NodeKind::Gather || kind == NodeKind::Reduce || kind == NodeKind::Offload || kind == NodeKind::Reload;
 }
 
 // What a lower bound is set by.
@@ -48,39 +47,34 @@ std::string binding(const LowerBound& bound) {
 }  // namespace
 
 Report report(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan) {
-  return {simulate(graph, cost, plan), memoryProfile(graph, usage, plan),
-          lowerBound(graph, usage, cost, plan.budget)};
+  return {simulate(graph, cost, plan), memoryProfile(graph, usage, plan), lowerBound(graph, usage, cost, plan.budget)};
 }
 
-std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostModel& cost,
-                        const Plan& plan, const Report& report, std::size_t most) {
+std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
+                        const Report& report, std::size_t most) {
   const Simulation& run = report.run;
-  std::string out =
-      concat("plan '", plan.strategy, "' for '", graph.name, "' on ", cost.machine().name, ", ",
-             graph.world, " ranks, hash ", hashOf(plan), "\n");
-  out += concat("step ", roundNanos(run.step), "; no plan can take less than ",
-                roundNanos(report.bound.best), " (", binding(report.bound), "), so at most ",
-                percent(run.step - report.bound.best, run.step), " is left\n");
+  std::string out = concat("plan '", plan.strategy, "' for '", graph.name, "' on ", cost.machine().name, ", ",
+                           graph.world, " ranks, hash ", hashOf(plan), "\n");
+  out += concat("step ", roundNanos(run.step), "; no plan can take less than ", roundNanos(report.bound.best), " (",
+                binding(report.bound), "), so at most ", percent(run.step - report.bound.best, run.step), " is left\n");
   for (int r = 0; r < kResources; ++r) {
     const auto resource = static_cast<Resource>(r);
     if (run.busy[r] == 0 && run.exposed[r] == 0) {
       continue;
     }
-    out += concat("  ", name(resource), ": busy ", roundNanos(run.busy[r]), " (",
-                  percent(run.busy[r], run.step), ")");
-    out += resource == Resource::Compute ? "\n"
-                                         : concat(", exposed ", roundNanos(run.exposed[r]), "\n");
+    out += concat("  ", name(resource), ": busy ", roundNanos(run.busy[r]), " (", percent(run.busy[r], run.step), ")");
+    out += resource == Resource::Compute ? "\n" : concat(", exposed ", roundNanos(run.exposed[r]), "\n");
   }
   if (run.host_bound > 0) {
     out += concat("  waiting for launches: ", roundNanos(run.host_bound), "\n");
   }
   const Index at = report.memory.peak_at;
-  out += concat("memory: peak ", roundBytes(report.memory.peak), " of ", roundBytes(plan.budget),
-                " (", percent(report.memory.peak, plan.budget), ")");
+  out += concat("memory: peak ", roundBytes(report.memory.peak), " of ", roundBytes(plan.budget), " (",
+                percent(report.memory.peak, plan.budget), ")");
   if (at != kNone) {
     const Instruction& in = plan.instructions[at];
-    out += concat(" at ", name(in.kind), " ",
-                  in.node != kNone ? graph.nodes[in.node].name : itemsText(graph, plan, in), "\n");
+    out += concat(" at ", name(in.kind), " ", in.node != kNone ? graph.nodes[in.node].name : itemsText(graph, plan, in),
+                  "\n");
     for (const Holder& holder : holders(graph, usage, plan, at)) {
       out += concat("  ", holder.what, ": ", roundBytes(holder.bytes), "\n");
     }
@@ -95,16 +89,14 @@ std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostMo
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return run.stall[plan.instructions[a].op] > run.stall[plan.instructions[b].op];
   });
-  out += concat("decisions, the most exposed first (", std::min(most, order.size()), " of ",
-                order.size(), "):\n");
+  out += concat("decisions, the most exposed first (", std::min(most, order.size()), " of ", order.size(), "):\n");
   order.resize(std::min(most, order.size()));
   for (const std::size_t i : order) {
     const Instruction& in = plan.instructions[i];
     const std::string why = explain(plan.reasons[i]);
-    out += concat("  ", name(in.kind), " ", itemsText(graph, plan, in), ": ",
-                  roundNanos(run.end[i] - run.start[i]), " from ", roundNanos(run.start[i]),
-                  ", exposed ", roundNanos(run.stall[in.op]), why.empty() ? "" : concat("; ", why),
-                  "\n");
+    out += concat("  ", name(in.kind), " ", itemsText(graph, plan, in), ": ", roundNanos(run.end[i] - run.start[i]),
+                  " from ", roundNanos(run.start[i]), ", exposed ", roundNanos(run.stall[in.op]),
+                  why.empty() ? "" : concat("; ", why), "\n");
   }
   Bytes kept = 0;
   Bytes again = 0;
@@ -118,23 +110,16 @@ std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostMo
   for (const Index param : plan.start_gathered) {
     kept += graph.params[param].bytes;
   }
-  out += concat("released although used again: ", released, " times, ", roundBytes(again),
-                " are gathered again");
-  out += kept > 0 ? concat("; ", roundBytes(kept), " of frozen parameters stay gathered for good\n")
-                  : "\n";
+  out += concat("released although used again: ", released, " times, ", roundBytes(again), " are gathered again");
+  out += kept > 0 ? concat("; ", roundBytes(kept), " of frozen parameters stay gathered for good\n") : "\n";
   return out;
 }
 
-std::string reportJson(const StepGraph& graph, const Usage& usage, const CostModel& cost,
-                       const Plan& plan, const Report& report) {
+std::string reportJson(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
+                       const Report& report) {
   Json json;
   json.beginObject();
-  json.key("strategy")
-      .value(plan.strategy)
-      .key("graph")
-      .value(graph.name)
-      .key("machine")
-      .value(cost.machine().name);
+  json.key("strategy").value(plan.strategy).key("graph").value(graph.name).key("machine").value(cost.machine().name);
   json.key("world").value(std::int64_t{graph.world}).key("hash").value(hashOf(plan));
   json.key("budget_bytes").value(plan.budget).key("step_ns").value(report.run.step);
   json.key("lower_bound_ns").value(report.bound.best);
@@ -143,8 +128,7 @@ std::string reportJson(const StepGraph& graph, const Usage& usage, const CostMod
   json.key("reductions").value(report.bound.reductions).key("links").value(report.bound.links);
   json.key("windows").value(report.bound.windows).key("critical").value(report.bound.critical);
   json.key("launches").value(report.bound.launches).endObject();
-  for (const auto& [key, values] :
-       {std::pair{"busy_ns", &report.run.busy}, {"exposed_ns", &report.run.exposed}}) {
+  for (const auto& [key, values] : {std::pair{"busy_ns", &report.run.busy}, {"exposed_ns", &report.run.exposed}}) {
     json.key(key).beginObject();
     for (int r = 0; r < kResources; ++r) {
       json.key(name(static_cast<Resource>(r))).value((*values)[r]);
@@ -216,12 +200,10 @@ std::string traceJson(const StepGraph& graph, const Plan& plan, const Report& re
     const Nanos end = report.run.end[i];
     const auto tid = static_cast<int>(resourceOf(in.kind));
     if (in.kind != NodeKind::Wait || end > start) {
-      const std::string label = in.node != kNone
-                                    ? graph.nodes[in.node].name
-                                    : concat(name(in.kind), " ", itemsText(graph, plan, in));
+      const std::string label =
+          in.node != kNone ? graph.nodes[in.node].name : concat(name(in.kind), " ", itemsText(graph, plan, in));
       out += concat(",\n{\"ph\":\"X\",\"pid\":1,\"tid\":", tid, ",\"ts\":", micros(start),
-                    ",\"dur\":", micros(end - start), ",\"name\":", quoted(label), ",\"cat\":\"",
-                    name(in.kind), "\"");
+                    ",\"dur\":", micros(end - start), ",\"name\":", quoted(label), ",\"cat\":\"", name(in.kind), "\"");
       if (const std::string why = explain(plan.reasons[i]); !why.empty()) {
         out += ",\"args\":{\"why\":" + quoted(why) + "}";
       }

@@ -34,8 +34,7 @@ class Emitter {
     for (const Residency& residency : schedule.residencies) {
       groups = std::max(groups, residency.group + 1);
     }
-    groups_.resize(static_cast<std::size_t>(groups),
-                   {kNone, static_cast<Index>(positions), kNone, kNone});
+    groups_.resize(static_cast<std::size_t>(groups), {kNone, static_cast<Index>(positions), kNone, kNone});
     std::vector<std::pair<Index, Index>> pairs;
     for (std::size_t i = 0; i < schedule.residencies.size(); ++i) {
       const Residency& residency = schedule.residencies[i];
@@ -52,8 +51,7 @@ class Emitter {
         order.push_back(static_cast<Index>(g));
       }
     }
-    std::stable_sort(order.begin(), order.end(),
-                     [&](Index a, Index b) { return groups_[a].first < groups_[b].first; });
+    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return groups_[a].first < groups_[b].first; });
     pairs.clear();
     for (const Index g : order) {
       pairs.emplace_back(groups_[g].launch, g);
@@ -66,15 +64,11 @@ class Emitter {
       }
     }
     waits_ = Lists(positions, pairs);
-    releases_ =
-        byPosition(positions, schedule.residencies, [](const Residency& r) { return r.last; });
-    reduce_starts_ =
-        byPosition(positions, schedule.reductions, [](const Reduction& r) { return r.launch; });
-    reduce_waits_ =
-        byPosition(positions, schedule.reductions, [](const Reduction& r) { return r.wait; });
+    releases_ = byPosition(positions, schedule.residencies, [](const Residency& r) { return r.last; });
+    reduce_starts_ = byPosition(positions, schedule.reductions, [](const Reduction& r) { return r.launch; });
+    reduce_waits_ = byPosition(positions, schedule.reductions, [](const Reduction& r) { return r.wait; });
     offloads_ = byPosition(positions, schedule.moves, [](const Move& m) { return m.offload; });
-    offload_waits_ =
-        byPosition(positions, schedule.moves, [](const Move& m) { return m.offloaded; });
+    offload_waits_ = byPosition(positions, schedule.moves, [](const Move& m) { return m.offloaded; });
     reloads_ = byPosition(positions, schedule.moves, [](const Move& m) { return m.reload; });
     reload_waits_ = byPosition(positions, schedule.moves, [](const Move& m) { return m.need; });
     reduce_op_.assign(schedule.reductions.size(), kNone);
@@ -95,9 +89,7 @@ class Emitter {
   }
 
  private:
-  bool onHost(Index param) const {
-    return !schedule_.shard_on_host.empty() && schedule_.shard_on_host[param] != 0;
-  }
+  bool onHost(Index param) const { return !schedule_.shard_on_host.empty() && schedule_.shard_on_host[param] != 0; }
 
   void start() {
     plan_.start_gathered = schedule_.start_gathered;
@@ -117,8 +109,7 @@ class Emitter {
   void before(Index k) {
     for (const Index r : reduce_starts_[k]) {
       const Reduction& reduction = schedule_.reductions[r];
-      reduce_op_[r] = writer_.start(NodeKind::Reduce, std::span<const Index>(reduction.params),
-                                    reduction.reason);
+      reduce_op_[r] = writer_.start(NodeKind::Reduce, std::span<const Index>(reduction.params), reduction.reason);
     }
     for (const Index m : offloads_[k]) {
       startMove(NodeKind::Offload, schedule_.moves[m], offload_op_[m]);
@@ -172,8 +163,7 @@ class Emitter {
     }
     if (!shards.empty()) {
       // The gather itself follows the reload of its shards.
-      groups_[g].shards_op =
-          writer_.start(NodeKind::Reload, std::span<const Item>(shards), {Why::OverBudget});
+      groups_[g].shards_op = writer_.start(NodeKind::Reload, std::span<const Item>(shards), {Why::OverBudget});
     }
     groups_[g].op = writer_.start(NodeKind::Gather, std::span<const Index>(params),
                                   schedule_.residencies[members_[g].front()].reason);
@@ -184,8 +174,7 @@ class Emitter {
       return;
     }
     for (const Index i : releases_[k]) {
-      writer_.release({ItemKind::Param, schedule_.residencies[i].param},
-                      schedule_.residencies[i].release_reason);
+      writer_.release({ItemKind::Param, schedule_.residencies[i].param}, schedule_.residencies[i].release_reason);
     }
   }
 
@@ -230,8 +219,7 @@ std::vector<Reduction> bucketReductions(const Problem& problem, Bytes bucket, st
         const Index update = problem.usage.update[param];
         open.wait = update == kNone ? open.wait : std::min(open.wait, std::max(update, launch));
       }
-      open.wait_reason = {open.wait == static_cast<Index>(graph.nodes.size()) ? Why::Sunk
-                                                                              : Why::BeforeUpdate};
+      open.wait_reason = {open.wait == static_cast<Index>(graph.nodes.size()) ? Why::Sunk : Why::BeforeUpdate};
       reductions.push_back(std::move(open));
     }
     open = {};
@@ -297,8 +285,7 @@ std::vector<Residency> refreshAfterUpdate(const Problem& problem, Bytes bucket) 
   return residencies;
 }
 
-void holdGradients(const Problem& problem, const std::vector<Reduction>& reductions,
-                   MemoryTree& memory) {
+void holdGradients(const Problem& problem, const std::vector<Reduction>& reductions, MemoryTree& memory) {
   if (problem.graph.stage == 1) {
     return;  // the accumulator is resident
   }

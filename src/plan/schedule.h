@@ -74,7 +74,6 @@ std::vector<Residency> refreshAfterUpdate(const Problem& problem, Bytes bucket);
 // Memory by slot that the reductions hold beyond the slots that made the gradients, added to
 // `memory`.
 class MemoryTree;
-void holdGradients(const Problem& problem, const std::vector<Reduction>& reductions,
-                   MemoryTree& memory);
+void holdGradients(const Problem& problem, const std::vector<Reduction>& reductions, MemoryTree& memory);
 
 }  // namespace dc::plan

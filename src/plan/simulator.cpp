@@ -229,8 +229,7 @@ class Engine {
 
 }  // namespace
 
-Nanos durationOf(const StepGraph& graph, const CostModel& cost, const Plan& plan,
-                 const Instruction& instruction) {
+Nanos durationOf(const StepGraph& graph, const CostModel& cost, const Plan& plan, const Instruction& instruction) {
   Bytes bytes = 0;
   const bool reduce = instruction.kind == NodeKind::Reduce;
   for (const Item& item : plan.itemsOf(instruction)) {

@@ -8,9 +8,7 @@
 
 namespace dc::plan {
 
-std::vector<std::string_view> strategyNames() {
-  return {"on_demand", "per_block", "published", "planned", "auto"};
-}
+std::vector<std::string_view> strategyNames() { return {"on_demand", "per_block", "published", "planned", "auto"}; }
 
 std::unique_ptr<Strategy> makeStrategy(std::string_view name) {
   if (name == "on_demand") {

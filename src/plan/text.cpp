@@ -119,9 +119,8 @@ std::vector<Word> TextReader::list(const Word& word) const {
 
 // Digits, an optional fraction and a unit. The fraction must come out as a whole number: 1.5KiB but
 // not 1.5B.
-std::int64_t TextReader::quantity(
-    const Word& word, const std::vector<std::pair<std::string_view, std::int64_t>>& units,
-    std::string_view what) const {
+std::int64_t TextReader::quantity(const Word& word, const std::vector<std::pair<std::string_view, std::int64_t>>& units,
+                                  std::string_view what) const {
   const std::string_view text = word.text;
   if (!text.empty() && text[0] == '-') {
     fail(word, concat("negative ", what, " '", text, "'"));
@@ -152,8 +151,7 @@ std::int64_t TextReader::quantity(
   for (const auto& [unit_name, factor] : units) {
     if (unit == unit_name) {
       if (number * factor % divisor != 0) {
-        fail(word, concat("'", text, "' is not a whole number of ",
-                          what == "time" ? "nanoseconds" : "bytes"));
+        fail(word, concat("'", text, "' is not a whole number of ", what == "time" ? "nanoseconds" : "bytes"));
       }
       const Wide value = number * factor / divisor;
       if (value > kLargest) {
@@ -185,8 +183,7 @@ std::int64_t TextReader::integer(const Word& word, std::int64_t least, std::int6
   }
   value = negative ? -value : value;
   if (!good || value < least || value > most) {
-    fail(word,
-         concat("expected a whole number from ", least, " to ", most, ", found '", word.text, "'"));
+    fail(word, concat("expected a whole number from ", least, " to ", most, ", found '", word.text, "'"));
   }
   return value;
 }
@@ -195,8 +192,7 @@ void TextReader::fail(const Word& word, const std::string& reason) const {
   throw ParseError(file_, line_, word.column, reason);
 }
 
-std::string unknown(std::string_view what, std::string_view name,
-                    const std::vector<std::string_view>& known) {
+std::string unknown(std::string_view what, std::string_view name, const std::vector<std::string_view>& known) {
   std::string text = concat("unknown ", what, " '", name, "'");
   std::string_view nearest;
   std::size_t least = std::max<std::size_t>(2, name.size() / 2) + 1;

@@ -56,8 +56,7 @@ class TextReader {
   const std::string& file() const { return file_; }
 
  private:
-  std::int64_t quantity(const Word& word,
-                        const std::vector<std::pair<std::string_view, std::int64_t>>& units,
+  std::int64_t quantity(const Word& word, const std::vector<std::pair<std::string_view, std::int64_t>>& units,
                         std::string_view what) const;
 
   std::string_view text_;
@@ -68,8 +67,7 @@ class TextReader {
 };
 
 // "unknown WHAT 'NAME'", with the nearest of the known names when one is near.
-std::string unknown(std::string_view what, std::string_view name,
-                    const std::vector<std::string_view>& known);
+std::string unknown(std::string_view what, std::string_view name, const std::vector<std::string_view>& known);
 
 // Words are separated by blanks; a name holds none of blank , = # and is not empty.
 bool isName(std::string_view text);

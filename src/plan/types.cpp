@@ -7,8 +7,8 @@ namespace {
 
 constexpr std::array<std::string_view, 8> kKinds = {"compute", "gather",  "wait",   "release",
                                                     "reduce",  "offload", "reload", "optimizer"};
-constexpr std::array<std::string_view, kResources> kResourceNames = {
-    "compute", "gather channel", "reduce channel", "host to device", "device to host"};
+constexpr std::array<std::string_view, kResources> kResourceNames = {"compute", "gather channel", "reduce channel",
+                                                                     "host to device", "device to host"};
 constexpr std::array<std::string_view, 3> kPhases = {"forward", "backward", "update"};
 constexpr std::array<std::string_view, 4> kDtypes = {"f32", "f16", "bf16", "f8"};
 
@@ -25,9 +25,7 @@ std::optional<Enum> find(const std::array<std::string_view, N>& names, std::stri
 }  // namespace
 
 std::string_view name(NodeKind kind) { return kKinds[static_cast<std::size_t>(kind)]; }
-std::string_view name(Resource resource) {
-  return kResourceNames[static_cast<std::size_t>(resource)];
-}
+std::string_view name(Resource resource) { return kResourceNames[static_cast<std::size_t>(resource)]; }
 std::string_view name(Phase phase) { return kPhases[static_cast<std::size_t>(phase)]; }
 std::string_view name(Dtype dtype) { return kDtypes[static_cast<std::size_t>(dtype)]; }
 

@@ -29,17 +29,16 @@ class Lists {
 struct Usage {
   explicit Usage(const StepGraph& graph);
 
-  Lists needs;  // slot -> parameters that must be gathered while it runs (ZeRO-3 only), ascending
-  Lists uses;   // parameter -> slots that need it, ascending
+  Lists needs;                     // slot -> parameters that must be gathered while it runs (ZeRO-3 only), ascending
+  Lists uses;                      // parameter -> slots that need it, ascending
   Lists contributions;             // parameter -> slots that contribute to its gradient, ascending
   std::vector<Index> update;       // parameter -> its optimizer slot, or kNone
   std::vector<Index> buffer_made;  // buffer (no alias) -> slot, kNone for inputs
   std::vector<Index> buffer_last;  // buffer (no alias) -> last slot that reads it, or its maker
-  Lists buffer_reads;  // buffer (no alias) -> slots that read it through any alias, ascending
-  Bytes resident = 0;  // shards, accumulators, states and inputs
-  std::vector<Bytes>
-      live;  // slot -> resident + live buffers + workspace + gradients that the slot makes
-  std::vector<Bytes> gathered;  // slot -> bytes of the parameters that it needs
+  Lists buffer_reads;              // buffer (no alias) -> slots that read it through any alias, ascending
+  Bytes resident = 0;              // shards, accumulators, states and inputs
+  std::vector<Bytes> live;         // slot -> resident + live buffers + workspace + gradients that the slot makes
+  std::vector<Bytes> gathered;     // slot -> bytes of the parameters that it needs
 };
 
 }  // namespace dc::plan

@@ -29,8 +29,7 @@ std::optional<Violation> Verifier::run() {
     step(plan_.instructions[i]);
     if (!violation_ && peak_ > plan_.budget) {
       refuse(Property::WithinBudget,
-             concat("needs ", peak_, " bytes at ", describe(plan_.instructions[i]),
-                    ", the budget is ", plan_.budget));
+             concat("needs ", peak_, " bytes at ", describe(plan_.instructions[i]), ", the budget is ", plan_.budget));
     }
   }
   if (!violation_) {
@@ -66,8 +65,7 @@ Index Verifier::root(Index buffer) const {
 }
 
 bool Verifier::itemExists(const Item& item) const {
-  const std::size_t count =
-      item.kind == ItemKind::Buffer ? graph_.buffers.size() : graph_.params.size();
+  const std::size_t count = item.kind == ItemKind::Buffer ? graph_.buffers.size() : graph_.params.size();
   return item.id >= 0 && static_cast<std::size_t>(item.id) < count;
 }
 
@@ -81,8 +79,7 @@ bool Verifier::wellFormed() {
     if (runs_node) {
       if (in.node < 0 || static_cast<std::size_t>(in.node) >= graph_.nodes.size() ||
           graph_.nodes[in.node].kind != in.kind) {
-        return refuse(Property::WellFormed,
-                      concat("node ", in.node, " does not exist or is of another kind"));
+        return refuse(Property::WellFormed, concat("node ", in.node, " does not exist or is of another kind"));
       }
       continue;
     }
@@ -93,8 +90,7 @@ bool Verifier::wellFormed() {
       if (started[in.op] != 1) {
         return refuse(Property::WellFormed,
                       concat("a wait for operation ", in.op,
-                             started[in.op] == 0 ? ", which has not been started"
-                                                 : ", which was already waited for"));
+                             started[in.op] == 0 ? ", which has not been started" : ", which was already waited for"));
       }
       started[in.op] = 2;
       continue;
@@ -102,34 +98,29 @@ bool Verifier::wellFormed() {
     if (has_op && started[in.op]++ != 0) {
       return refuse(Property::WellFormed, concat("operation ", in.op, " is started twice"));
     }
-    if (in.first < 0 || in.count < 1 ||
-        static_cast<std::size_t>(in.first) + in.count > plan_.items.size()) {
+    if (in.first < 0 || in.count < 1 || static_cast<std::size_t>(in.first) + in.count > plan_.items.size()) {
       return refuse(Property::WellFormed, "an instruction without items");
     }
     for (const Item& item : plan_.itemsOf(in)) {
       const bool moves = in.kind == NodeKind::Offload || in.kind == NodeKind::Reload;
-      const bool fits = moves ? item.kind != ItemKind::Param
-                              : item.kind == ItemKind::Param ||
-                                    (in.kind == NodeKind::Release && item.kind == ItemKind::Shard);
+      const bool fits =
+          moves ? item.kind != ItemKind::Param
+                : item.kind == ItemKind::Param || (in.kind == NodeKind::Release && item.kind == ItemKind::Shard);
       if (!fits || !itemExists(item) ||
           (item.kind == ItemKind::Buffer && graph_.buffers[item.id].alias_buffer != kNone)) {
-        return refuse(Property::WellFormed,
-                      concat("a ", name(in.kind), " of something that it cannot work on"));
+        return refuse(Property::WellFormed, concat("a ", name(in.kind), " of something that it cannot work on"));
       }
     }
   }
   at_ = kNone;
   for (const Item& item : plan_.start_on_host) {
     if (!itemExists(item) || (item.kind != ItemKind::State && item.kind != ItemKind::Shard)) {
-      return refuse(Property::WellFormed,
-                    "the step begins with something on the host that cannot be there");
+      return refuse(Property::WellFormed, "the step begins with something on the host that cannot be there");
     }
   }
   for (const Index id : plan_.start_gathered) {
-    if (id < 0 || static_cast<std::size_t>(id) >= graph_.params.size() ||
-        !graph_.params[id].frozen) {
-      return refuse(Property::NeverStale,
-                    "the step begins with a gathered parameter that is not frozen");
+    if (id < 0 || static_cast<std::size_t>(id) >= graph_.params.size() || !graph_.params[id].frozen) {
+      return refuse(Property::NeverStale, "the step begins with a gathered parameter that is not frozen");
     }
   }
   return true;
@@ -212,8 +203,7 @@ void Verifier::end() {
     if (returns_memory && !ops_[op].waited) {
       at_ = ops_[op].instruction;
       refuse(Property::CopiedBeforeDropped,
-             concat("the ", name(ops_[op].kind), " of '",
-                    nameOf(graph_, plan_.items[plan_.instructions[at_].first]),
+             concat("the ", name(ops_[op].kind), " of '", nameOf(graph_, plan_.items[plan_.instructions[at_].first]),
                     "' is never waited for, its memory never given back"));
     }
   }
@@ -234,13 +224,11 @@ void Verifier::end() {
     } else if (p.stale) {
       refuse(Property::NeverStale, concat(which, " is updated but not gathered again"));
     } else if ((p.copy != ParamState::Absent) != (gathered[id] != 0)) {
-      refuse(Property::SteadyState,
-             concat(which, gathered[id] != 0 ? " begins gathered but does not end so"
-                                             : " is still gathered at the end"));
+      refuse(Property::SteadyState, concat(which, gathered[id] != 0 ? " begins gathered but does not end so"
+                                                                    : " is still gathered at the end"));
     } else if ((p.state != Place::Device) != (host_state[id] != 0) || p.state == Place::Leaving ||
                (p.shard != Place::Device) != (host_shard[id] != 0) || p.shard == Place::Leaving) {
-      refuse(Property::SteadyState,
-             concat("the states or the shard of ", which, " do not end where they began"));
+      refuse(Property::SteadyState, concat("the states or the shard of ", which, " do not end where they began"));
     }
   }
 }
@@ -271,17 +259,17 @@ std::optional<Violation> verifyRanks(const StepGraph& graph, const std::vector<P
     const std::vector<Index> second = collectives(b);
     for (std::size_t i = 0; i < std::max(first.size(), second.size()); ++i) {
       if (i >= first.size() || i >= second.size()) {
-        return Violation{Property::SameOnAllRanks, i < second.size() ? second[i] : kNone,
-                         concat("rank ", rank, " starts ", second.size(),
-                                " collectives, rank 0 starts ", first.size())};
+        return Violation{
+            Property::SameOnAllRanks, i < second.size() ? second[i] : kNone,
+            concat("rank ", rank, " starts ", second.size(), " collectives, rank 0 starts ", first.size())};
       }
       const Instruction& x = a.instructions[first[i]];
       const Instruction& y = b.instructions[second[i]];
       if (x.kind != y.kind || !std::ranges::equal(a.itemsOf(x), b.itemsOf(y))) {
         return Violation{Property::SameOnAllRanks, second[i],
-                         concat("collective ", i, ": rank ", rank, " starts a ", name(y.kind),
-                                " of '", nameOf(graph, b.items[y.first]), "', rank 0 a ",
-                                name(x.kind), " of '", nameOf(graph, a.items[x.first]), "'")};
+                         concat("collective ", i, ": rank ", rank, " starts a ", name(y.kind), " of '",
+                                nameOf(graph, b.items[y.first]), "', rank 0 a ", name(x.kind), " of '",
+                                nameOf(graph, a.items[x.first]), "'")};
       }
     }
   }
@@ -290,8 +278,8 @@ std::optional<Violation> verifyRanks(const StepGraph& graph, const std::vector<P
 
 void requireValid(const StepGraph& graph, const Plan& plan) {
   if (const auto violation = verify(graph, plan)) {
-    fail("the plan '", plan.strategy, "' for '", graph.name, "' is refused at instruction ",
-         violation->instruction, " (", name(violation->property), "): ", violation->reason);
+    fail("the plan '", plan.strategy, "' for '", graph.name, "' is refused at instruction ", violation->instruction,
+         " (", name(violation->property), "): ", violation->reason);
   }
 }
 

@@ -50,21 +50,17 @@ void Verifier::step(const Instruction& in) {
 void Verifier::gather(Index id, Index op) {
   ParamState& p = params_[id];
   if (p.shard == Place::Leaving || p.shard == Place::Host) {
-    refuse(Property::OnDeviceWhenUsed,
-           concat("'", param(id), "' is gathered while its shard is on the host"));
+    refuse(Property::OnDeviceWhenUsed, concat("'", param(id), "' is gathered while its shard is on the host"));
   } else if (graph_.stage < 3) {
     if (!p.stale) {
-      refuse(
-          Property::GatheredBeforeUse,
-          concat("'", param(id), "' is gathered before its update; it would be left out of date"));
+      refuse(Property::GatheredBeforeUse,
+             concat("'", param(id), "' is gathered before its update; it would be left out of date"));
     }
     p.stale = false;
   } else if (p.copy != ParamState::Absent) {
-    refuse(Property::WellFormed,
-           concat("'", param(id), "' is gathered although it is already gathered"));
+    refuse(Property::WellFormed, concat("'", param(id), "' is gathered although it is already gathered"));
   } else if (graph_.params[id].persistent && p.gathers > 0) {
-    refuse(Property::PersistentOnce,
-           concat("'", param(id), "' is persistent and gathered a second time"));
+    refuse(Property::PersistentOnce, concat("'", param(id), "' is persistent and gathered a second time"));
   } else {
     p.copy = ParamState::Flying;
     p.gather_op = op;
@@ -77,23 +73,19 @@ void Verifier::release(const Item& item) {
   ParamState& p = params_[item.id];
   if (item.kind == ItemKind::Shard) {
     if (p.shard != Place::Device || p.copy == ParamState::Flying) {
-      refuse(Property::CopiedBeforeDropped,
-             concat("the shard of '", param(item.id), "' is dropped while it moves"));
+      refuse(Property::CopiedBeforeDropped, concat("the shard of '", param(item.id), "' is dropped while it moves"));
     } else if (!p.host_copy) {
       refuse(Property::CopiedBeforeDropped,
-             concat("the shard of '", param(item.id),
-                    "' is dropped but the host has no current copy"));
+             concat("the shard of '", param(item.id), "' is dropped but the host has no current copy"));
     }
     p.shard = Place::Host;
     held_ -= graph_.params[item.id].shard;
     return;
   }
   if (p.copy == ParamState::Flying) {
-    refuse(Property::WaitedBeforeRead,
-           concat("'", param(item.id), "' is released while it is being gathered"));
+    refuse(Property::WaitedBeforeRead, concat("'", param(item.id), "' is released while it is being gathered"));
   } else if (p.copy == ParamState::Absent || graph_.stage < 3) {
-    refuse(Property::GatheredBeforeUse,
-           concat("'", param(item.id), "' is released but not gathered"));
+    refuse(Property::GatheredBeforeUse, concat("'", param(item.id), "' is released but not gathered"));
   }
   p.copy = ParamState::Absent;
   p.released_at = at_;
@@ -108,8 +100,7 @@ void Verifier::reduce(Index id, Index op) {
                                          "or not computed yet"));
   } else if (graph_.stage == 1 && p.contributed < p.contributions) {
     refuse(Property::ReducedOnce,
-           concat("'", param(id),
-                  "' is reduced before its last micro-batch; ZeRO-1 reduces once a step"));
+           concat("'", param(id), "' is reduced before its last micro-batch; ZeRO-1 reduces once a step"));
   }
   p.open = 0;
   ++p.flying_reductions;
@@ -119,8 +110,7 @@ void Verifier::reduce(Index id, Index op) {
 void Verifier::offload(const Item& item, Index op) {
   const auto leave = [&](Place& place, Index& by) {
     if (place != Place::Device) {
-      refuse(Property::CopiedBeforeDropped,
-             concat("'", nameOf(graph_, item), "' is offloaded but not on the device"));
+      refuse(Property::CopiedBeforeDropped, concat("'", nameOf(graph_, item), "' is offloaded but not on the device"));
     }
     place = Place::Leaving;
     by = op;
@@ -166,9 +156,7 @@ void Verifier::wait(Index id) {
   for (const Item& item : plan_.itemsOf(plan_.instructions[op.instruction])) {
     const auto arrive = [&](Place& place, Index by) {
       if (by == id) {
-        place = place == Place::Leaving  ? Place::Host
-                : place == Place::Coming ? Place::Device
-                                         : place;
+        place = place == Place::Leaving ? Place::Host : place == Place::Coming ? Place::Device : place;
       }
     };
     if (item.kind == ItemKind::Buffer) {
@@ -192,18 +180,15 @@ void Verifier::wait(Index id) {
 
 void Verifier::use(Index n, Index id, Index view) {
   const ParamState& p = params_[id];
-  const std::string by =
-      view == kNone ? "" : concat(" through the view '", graph_.buffers[view].name, "'");
+  const std::string by = view == kNone ? "" : concat(" through the view '", graph_.buffers[view].name, "'");
   if (graph_.stage < 3) {
     if (p.stale) {
-      refuse(Property::NeverStale,
-             concat("node '", node(n), "' uses '", param(id), "' after its update", by,
-                    " before it is gathered again"));
+      refuse(Property::NeverStale, concat("node '", node(n), "' uses '", param(id), "' after its update", by,
+                                          " before it is gathered again"));
     }
   } else if (p.copy == ParamState::Flying) {
-    refuse(
-        view == kNone ? Property::WaitedBeforeRead : Property::AliasesRespected,
-        concat("node '", node(n), "' reads '", param(id), "'", by, " while it is being gathered"));
+    refuse(view == kNone ? Property::WaitedBeforeRead : Property::AliasesRespected,
+           concat("node '", node(n), "' reads '", param(id), "'", by, " while it is being gathered"));
   } else if (p.copy == ParamState::Absent) {
     const bool released = p.released_at != kNone;
     refuse(view != kNone ? Property::AliasesRespected
@@ -222,12 +207,10 @@ bool Verifier::needsBuffer(Index n, Index buffer) {
     return !violation_;
   }
   const BufferState& b = buffers_[base];
-  const std::string which =
-      concat("'", graph_.buffers[buffer].name, "'",
-             base == buffer ? "" : concat(", a view of '", graph_.buffers[base].name, "',"));
+  const std::string which = concat("'", graph_.buffers[buffer].name, "'",
+                                   base == buffer ? "" : concat(", a view of '", graph_.buffers[base].name, "',"));
   if (!b.made) {
-    return refuse(Property::DependenciesFirst,
-                  concat("node '", node(n), "' reads ", which, " before it is made"));
+    return refuse(Property::DependenciesFirst, concat("node '", node(n), "' reads ", which, " before it is made"));
   }
   if (b.place != Place::Device) {
     return refuse(base == buffer ? Property::OnDeviceWhenUsed : Property::AliasesRespected,
@@ -246,14 +229,12 @@ void Verifier::runNode(Index n) {
   // The order of the graph is the order of execution: memory that a node is the last to read is
   // free after it.
   if (n != next_) {
-    refuse(Property::DependenciesFirst,
-           concat("node '", it.name, "' runs where '", node(next_), "' is due"));
+    refuse(Property::DependenciesFirst, concat("node '", it.name, "' runs where '", node(next_), "' is due"));
   }
   ++next_;
   for (const Index source : it.after) {
     if (ran_[source] == 0) {
-      refuse(Property::DependenciesFirst,
-             concat("node '", it.name, "' runs before '", node(source), "'"));
+      refuse(Property::DependenciesFirst, concat("node '", it.name, "' runs before '", node(source), "'"));
     }
   }
   for (const Index id : it.uses) {
@@ -273,9 +254,8 @@ void Verifier::runNode(Index n) {
   for (const Index id : it.grads) {
     ParamState& p = params_[id];
     if (p.open > 0 && p.open_micro != it.micro && graph_.stage > 1) {
-      refuse(Property::ReducedOnce,
-             concat("node '", it.name, "' makes a gradient of '", param(id),
-                    "' while that of micro-batch ", p.open_micro, " is not reduced"));
+      refuse(Property::ReducedOnce, concat("node '", it.name, "' makes a gradient of '", param(id),
+                                           "' while that of micro-batch ", p.open_micro, " is not reduced"));
     }
     if (graph_.stage == 1) {
       transient += graph_.params[id].grad;
@@ -292,9 +272,8 @@ void Verifier::runNode(Index n) {
   peak_ = std::max(peak_, held_ + transient);
   for (const Index b : dying_[n]) {
     if (buffers_[b].place != Place::Device) {
-      refuse(Property::OnDeviceWhenUsed,
-             concat("buffer '", graph_.buffers[b].name, "' dies at node '", it.name,
-                    "' while it is not on the device"));
+      refuse(Property::OnDeviceWhenUsed, concat("buffer '", graph_.buffers[b].name, "' dies at node '", it.name,
+                                                "' while it is not on the device"));
     }
     buffers_[b].place = Place::Nowhere;
     held_ -= graph_.buffers[b].bytes;
@@ -304,18 +283,18 @@ void Verifier::runNode(Index n) {
 void Verifier::update(Index n, Index id) {
   ParamState& p = params_[id];
   if (p.open > 0 || p.contributed < p.contributions) {
-    refuse(Property::ReducedOnce, concat("node '", node(n), "' updates '", param(id),
-                                         "' before all its gradients are reduced"));
+    refuse(Property::ReducedOnce,
+           concat("node '", node(n), "' updates '", param(id), "' before all its gradients are reduced"));
   } else if (p.flying_reductions > 0) {
-    refuse(Property::ReducedBeforeUpdate, concat("node '", node(n), "' updates '", param(id),
-                                                 "' while its gradient is being reduced"));
+    refuse(Property::ReducedBeforeUpdate,
+           concat("node '", node(n), "' updates '", param(id), "' while its gradient is being reduced"));
   } else if (p.state != Place::Device || p.shard != Place::Device) {
     refuse(Property::OnDeviceWhenUsed,
            concat("node '", node(n), "' updates '", param(id), "' while its ",
                   p.state != Place::Device ? "states are" : "shard is", " not on the device"));
   } else if (graph_.stage == 3 && p.copy != ParamState::Absent) {
-    refuse(Property::NeverStale, concat("node '", node(n), "' updates '", param(id),
-                                        "' while a gathered copy is held, which becomes stale"));
+    refuse(Property::NeverStale,
+           concat("node '", node(n), "' updates '", param(id), "' while a gathered copy is held, which becomes stale"));
   }
   p.host_copy = false;
   p.stale = graph_.stage < 3;

@@ -49,8 +49,8 @@ void BufferPool::makeRoom(std::int64_t bytes) {
   dropIdle(live_ + idle_bytes_ + bytes - allowed);
 }
 
-// Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still write
-// to stays: the allocator knows nothing of our events.
+// Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still
+// write to stays: the allocator knows nothing of our events.
 void BufferPool::dropIdle(std::int64_t bytes) {
   for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {
     std::vector<Buffer>& buffers = size->second;

@@ -1,8 +1,8 @@
 // Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
 //
-// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks the
-// allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept beyond that.
-// The limit starts at an amount that no one misses.
+// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks
+// the allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept
+// beyond that. The limit starts at an amount that no one misses.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ class Context {
   const Config config;
   const int rank;
   const int size;
-  const std::string place;  // "rank 1 of 3", for messages
+  const std::string place;                                        // "rank 1 of 3", for messages
   const std::uint64_t generation = next_generation.fetch_add(1);  // unique in the process
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
   Stats stats;

@@ -51,7 +51,8 @@ class CustomOpExecutor {
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
 
-  // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given up.
+  // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
+  // up.
   void noteAutogradTask(std::int64_t task);
 
   bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }

@@ -33,8 +33,8 @@ class ReductionOrder {
   void begin();
   // True when a gradient of `id` that arrives now would go on at once; else it would be parked.
   bool goesNow(std::int64_t id) const;
-  // Appends to `ready` what may now enter the buckets, in order. What is parked is kept as it is given: the caller copies
-  // it if its memory may change. An id beyond its expected count goes to the surplus.
+  // Appends to `ready` what may now enter the buckets, in order. What is parked is kept as it is given: the caller
+  // copies it if its memory may change. An id beyond its expected count goes to the surplus.
   void arrive(std::int64_t id, at::Tensor grad, std::vector<ArrivedGradient>& ready);
   // Appends the parked and missing ones, in the expected order.
   void finish(std::vector<ArrivedGradient>& ready);

@@ -24,8 +24,8 @@ namespace dc {
 struct Channels {
   std::shared_ptr<Communicator> gather;
   std::shared_ptr<Communicator> reduce;
-  // For agreements, apart from the others where possible: a rank that agrees alone waits, and disturbs nothing. Null: the
-  // gather channel.
+  // For agreements, apart from the others where possible: a rank that agrees alone waits, and disturbs nothing. Null:
+  // the gather channel.
   std::shared_ptr<Communicator> control = nullptr;
 };
 

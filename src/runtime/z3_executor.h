@@ -48,8 +48,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // still holds it.
   void releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
-  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a copy
-  // is there already, until that is released. An error when the shard has changed since `key` was made.
+  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a
+  // copy is there already, until that is released. An error when the shard has changed since `key` was made.
   at::Tensor gatherAgain(const GatherKey& key);
 
   // Debug: a gather's own backward is about to reduce, however often it runs.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
 from torch.utils.checkpoint import checkpoint
-from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 from deepcompile import dc
+from harness import run_ranks
+from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
 

@@ -35,8 +35,7 @@ MemoryTree memoryOf(const Problem& problem, const Schedule& schedule) {
   return memory;
 }
 
-void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit,
-                        std::string_view strategy) {
+void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit, std::string_view strategy) {
   MemoryTree memory = memoryOf(problem, schedule);
   const auto slots = static_cast<Index>(problem.graph.nodes.size());
   for (Index slot = 0; slot < slots && memory.max(0, slots - 1) > limit; ++slot) {
@@ -61,10 +60,9 @@ void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit,
   if (peak > problem.budget) {
     const Index at = memory.firstAbove(0, slots - 1, peak - 1);
     throw BudgetError(
-        concat("a budget of ", problem.budget, " bytes is too small for ", strategy, ": at least ",
-               peak, " bytes are needed, at node '", problem.graph.nodes[at].name, "' (",
-               problem.usage.live[at], " held whatever is gathered, ", problem.usage.gathered[at],
-               " of gathered parameters that it uses)"),
+        concat("a budget of ", problem.budget, " bytes is too small for ", strategy, ": at least ", peak,
+               " bytes are needed, at node '", problem.graph.nodes[at].name, "' (", problem.usage.live[at],
+               " held whatever is gathered, ", problem.usage.gathered[at], " of gathered parameters that it uses)"),
         peak);
   }
 }

@@ -16,7 +16,6 @@ MemoryTree memoryOf(const Problem& problem, const Schedule& schedule);
 // Moves optimizer states to the host, in the order of their updates (first in, first out), until
 // the schedule's peak is within `limit`: each is reloaded before its update and offloaded after it,
 // one at a time. When all of them are not enough, a BudgetError says the least that would do.
-void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit,
-                        std::string_view strategy);
+void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit, std::string_view strategy);
 
 }  // namespace dc::plan

@@ -41,13 +41,8 @@ Schedule build(const Problem& problem, bool prefetch) {
         }
         seen[param] = static_cast<Index>(run);
         place[param] = static_cast<Index>(schedule.residencies.size());
-        schedule.residencies.push_back({param,
-                                        launch,
-                                        slot,
-                                        slot,
-                                        group,
-                                        {prefetch ? Why::NextBlock : Why::OnDemand},
-                                        {Why::LastUse}});
+        schedule.residencies.push_back(
+            {param, launch, slot, slot, group, {prefetch ? Why::NextBlock : Why::OnDemand}, {Why::LastUse}});
         schedule.residencies.back().release_reason.a = graph.params[param].bytes;
       }
     }

@@ -9,9 +9,7 @@ namespace dc::plan {
 class PerBlock : public Strategy {
  public:
   std::string_view name() const override { return "per_block"; }
-  std::string_view summary() const override {
-    return "gather the next block while this one computes";
-  }
+  std::string_view summary() const override { return "gather the next block while this one computes"; }
   Plan plan(const Problem& problem) const override;
 };
 

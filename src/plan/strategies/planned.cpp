@@ -12,8 +12,7 @@ namespace {
 
 // Nothing fits: an error that names the least budget for which a plan exists (found by halving) and
 // what needs it there.
-BudgetError leastBudget(const Problem& problem, const Settings& settings,
-                        const Timeline& timeline) {
+BudgetError leastBudget(const Problem& problem, const Settings& settings, const Timeline& timeline) {
   const auto attempt = [&](Bytes budget) -> std::optional<BudgetError> {
     const Problem other{problem.graph, problem.usage, problem.cost, budget};
     try {
@@ -73,8 +72,7 @@ void climb(const Problem& problem, const Facts& facts, Search& search, int most)
       // Once by the times of the best plan so far, once by those of a step without stalls: in a
       // step that waits for its links, the first say better when a copy or a gather must start;
       // else the second.
-      const bool better =
-          search.attempt(other, Timeline(search.best()->timeline)) || search.attempt(other, start);
+      const bool better = search.attempt(other, Timeline(search.best()->timeline)) || search.attempt(other, start);
       if (!better) {
         return helped;
       }
@@ -82,25 +80,20 @@ void climb(const Problem& problem, const Facts& facts, Search& search, int most)
     }
     return helped;
   };
-  const auto crossing = [&](std::int64_t bandwidth) {
-    return mulDiv(search.best()->step / 2, bandwidth, 1000000000);
-  };
+  const auto crossing = [&](std::int64_t bandwidth) { return mulDiv(search.best()->step / 2, bandwidth, 1000000000); };
   for (int round = 0; round < 2; ++round) {
     vary([&](Settings& s) {
-      s.make_room = s.make_room == 0
-                        ? std::min(facts.states, crossing(cost.machine().to_device.bandwidth))
-                        : s.make_room / 2;
+      s.make_room =
+          s.make_room == 0 ? std::min(facts.states, crossing(cost.machine().to_device.bandwidth)) : s.make_room / 2;
     });
     vary([&](Settings& s) { s.gather_bucket *= 4, s.reduce_bucket *= 2; });
     vary([&](Settings& s) { s.reserve /= 2; }) || vary([&](Settings& s) { s.reserve *= 2; });
     vary([&](Settings& s) {
-      s.make_room_each = s.make_room_each == 0
-                             ? crossing(cost.machine().to_host.bandwidth) / (2 * facts.micros)
-                             : s.make_room_each / 2;
+      s.make_room_each = s.make_room_each == 0 ? crossing(cost.machine().to_host.bandwidth) / (2 * facts.micros)
+                                               : s.make_room_each / 2;
     });
     vary([&](Settings& s) { s.pending /= 2; }) || vary([&](Settings& s) { s.pending *= 2; });
-    vary([&](Settings& s) { s.reduce_bucket *= 2; }) ||
-        vary([&](Settings& s) { s.reduce_bucket /= 2; });
+    vary([&](Settings& s) { s.reduce_bucket *= 2; }) || vary([&](Settings& s) { s.reduce_bucket /= 2; });
     vary([&](Settings& s) { s.gather_bucket /= 2; });
     vary([&](Settings& s) { s.stretch /= 2; }) || vary([&](Settings& s) { s.stretch *= 2; });
     // Once more with the times as they turned out: what is exposed is known now.
@@ -123,8 +116,8 @@ Plan Planned::plan(const Problem& problem) const {
   settings.stretch = cost.machine().shared_links ? 2000 : 1000;
   settings.pending = 8 * facts.most_grads;
   // Large graphs get fewer attempts, so that planning stays a matter of a second or two.
-  const int most = static_cast<int>(std::clamp<std::size_t>(
-      1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 60));
+  const int most =
+      static_cast<int>(std::clamp<std::size_t>(1000000 / std::max<std::size_t>(problem.graph.nodes.size(), 1), 8, 60));
   const Timeline start = search.undisturbed();
   // From several sides: with and without states away, with a long and a short backlog of
   // reductions.
@@ -161,9 +154,7 @@ Plan Planned::plan(const Problem& problem) const {
   // Climbing ends where no single change of the settings helps; from another start it ends
   // elsewhere.
   constexpr int kClimb = 45;
-  int more =
-      static_cast<int>(std::min<std::size_t>(2000000 / (problem.graph.nodes.size() + 1), 1000)) -
-      most;
+  int more = static_cast<int>(std::min<std::size_t>(2000000 / (problem.graph.nodes.size() + 1), 1000)) - most;
   for (const auto& [room, pending, reserve, bucket] :
        {std::tuple{facts.states, facts.most_grads, facts.largest / 4, Bytes{1}},
         {Bytes{0}, facts.most_grads, facts.largest, Bytes{1}},

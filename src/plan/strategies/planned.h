@@ -9,9 +9,7 @@ namespace dc::plan {
 class Planned : public Strategy {
  public:
   std::string_view name() const override { return "planned"; }
-  std::string_view summary() const override {
-    return "least exposed time of the whole step within the budget (ours)";
-  }
+  std::string_view summary() const override { return "least exposed time of the whole step within the budget (ours)"; }
   Plan plan(const Problem& problem) const override;
 };
 
@@ -19,9 +17,7 @@ class Planned : public Strategy {
 class Auto : public Strategy {
  public:
   std::string_view name() const override { return "auto"; }
-  std::string_view summary() const override {
-    return "the fastest of all strategies in simulation";
-  }
+  std::string_view summary() const override { return "the fastest of all strategies in simulation"; }
   Plan plan(const Problem& problem) const override;
 };
 

@@ -23,8 +23,7 @@ std::vector<Residency> perGraph(const Problem& problem) {
   const auto slots = static_cast<Index>(graph.nodes.size());
   for (Index slot = 0; slot < slots; ++slot) {
     const Node& node = graph.nodes[slot];
-    if (slot > 0 &&
-        (node.phase != graph.nodes[slot - 1].phase || node.micro != graph.nodes[slot - 1].micro)) {
+    if (slot > 0 && (node.phase != graph.nodes[slot - 1].phase || node.micro != graph.nodes[slot - 1].micro)) {
       ++pass;
     }
     for (const Index param : problem.usage.needs[slot]) {
@@ -42,8 +41,8 @@ std::vector<Residency> perGraph(const Problem& problem) {
 }
 
 // Gathers that were flushed together, in order of use; neighbours are fused when it pays.
-void place(const Problem& problem, std::vector<Residency>& residencies, std::vector<Index>& pending,
-           Index at, Bytes pending_bytes, Index& group) {
+void place(const Problem& problem, std::vector<Residency>& residencies, std::vector<Index>& pending, Index at,
+           Bytes pending_bytes, Index& group) {
   std::reverse(pending.begin(), pending.end());
   Bytes bytes = 0;
   Nanos longest = 0;
@@ -77,8 +76,7 @@ void hoist(const Problem& problem, Schedule& schedule, Bytes limit) {
   for (auto slot = static_cast<Index>(graph.nodes.size()) - 1; slot >= 0; --slot) {
     const Node& node = graph.nodes[slot];
     // What is pending would be held here too, were it hoisted above this node.
-    if (!pending.empty() &&
-        (memory.max(slot, slot) + pending_bytes > limit || pending_bytes > kMostPending)) {
+    if (!pending.empty() && (memory.max(slot, slot) + pending_bytes > limit || pending_bytes > kMostPending)) {
       place(problem, residencies, pending, slot + 1, pending_bytes, group);
       pending_bytes = 0;
     }
@@ -87,8 +85,8 @@ void hoist(const Problem& problem, Schedule& schedule, Bytes limit) {
       pending_bytes += graph.params[residencies[next].param].bytes;
       --next;
     }
-    const bool graph_begins = slot == 0 || node.phase != graph.nodes[slot - 1].phase ||
-                              node.micro != graph.nodes[slot - 1].micro;
+    const bool graph_begins =
+        slot == 0 || node.phase != graph.nodes[slot - 1].phase || node.micro != graph.nodes[slot - 1].micro;
     if (graph_begins) {
       place(problem, residencies, pending, slot, pending_bytes, group);
       pending_bytes = 0;
@@ -102,16 +100,14 @@ void unshard(const Problem& problem, Schedule& schedule, Bytes limit) {
   const StepGraph& graph = problem.graph;
   std::vector<Index> order;
   for (std::size_t p = 0; p < graph.params.size(); ++p) {
-    if (problem.usage.uses[p].size() > 1 && !graph.params[p].persistent &&
-        graph.params[p].bytes > 0) {
+    if (problem.usage.uses[p].size() > 1 && !graph.params[p].persistent && graph.params[p].bytes > 0) {
       order.push_back(static_cast<Index>(p));
     }
   }
   std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) {
     const Bytes x = graph.params[a].bytes;
     const Bytes y = graph.params[b].bytes;
-    return static_cast<Wide>(problem.cost.gather(x)) * y >
-           static_cast<Wide>(problem.cost.gather(y)) * x;
+    return static_cast<Wide>(problem.cost.gather(x)) * y > static_cast<Wide>(problem.cost.gather(y)) * x;
   });
   const auto slots = static_cast<Index>(graph.nodes.size());
   Bytes room = limit - memoryOf(problem, schedule).max(0, slots - 1);

@@ -10,9 +10,7 @@ namespace dc::plan {
 class Published : public Strategy {
  public:
   std::string_view name() const override { return "published"; }
-  std::string_view summary() const override {
-    return "hoist gathers until memory is full (DeepCompile)";
-  }
+  std::string_view summary() const override { return "hoist gathers until memory is full (DeepCompile)"; }
   Plan plan(const Problem& problem) const override;
 };
 

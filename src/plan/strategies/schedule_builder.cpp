@@ -25,8 +25,8 @@ std::vector<Bytes> leastMemory(const Problem& problem) {
   return least;
 }
 
-ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& settings,
-                                 const Timeline& timeline, const Overrides& overrides)
+ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline,
+                                 const Overrides& overrides)
     : problem_(problem),
       graph_(problem.graph),
       usage_(problem.usage),
@@ -72,20 +72,18 @@ Schedule ScheduleBuilder::build() {
 Index ScheduleBuilder::positionAt(Nanos time, Index latest) const {
   const auto end = timeline_.reach.begin() + latest + 1;
   const auto above = std::upper_bound(timeline_.reach.begin(), end, time);
-  return above == timeline_.reach.begin() ? 0
-                                          : static_cast<Index>(above - timeline_.reach.begin()) - 1;
+  return above == timeline_.reach.begin() ? 0 : static_cast<Index>(above - timeline_.reach.begin()) - 1;
 }
 
 void ScheduleBuilder::requireFit() {
   const Bytes peak = memory_.max(0, slots_ - 1);
   if (slots_ > 0 && peak > problem_.budget) {
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
-    throw BudgetError(
-        concat("node '", graph_.nodes[at].name, "' needs ", peak,
-               " bytes when all that can leave has left: ", usage_.gathered[at],
-               " for the gathered parameters that it uses, ", peak - usage_.gathered[at],
-               " for shards, gradients, activations and workspace"),
-        peak);
+    throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak,
+                             " bytes when all that can leave has left: ", usage_.gathered[at],
+                             " for the gathered parameters that it uses, ", peak - usage_.gathered[at],
+                             " for shards, gradients, activations and workspace"),
+                      peak);
   }
 }
 

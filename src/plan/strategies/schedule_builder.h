@@ -9,15 +9,13 @@ namespace dc::plan {
 
 // What one build assumes. The planner tries a few of these.
 struct Settings {
-  Bytes reserve = 0;        // memory that keeping parameters gathered leaves to prefetching
-  Bytes gather_bucket = 0;  // gathers are fused up to this size
-  Bytes reduce_bucket = 0;  // reductions are fused up to this size
-  int stretch = 1000;  // how much longer than alone a gather is expected to take, in thousandths
-  Bytes pending =
-      0;  // gradients that may wait for their reduction at any time, beside the newest bucket
-  Bytes make_room = 0;  // optimizer states to offload beyond what the budget forces
-  Bytes make_room_each =
-      0;  // activations to offload in every micro-batch beyond what the budget forces
+  Bytes reserve = 0;         // memory that keeping parameters gathered leaves to prefetching
+  Bytes gather_bucket = 0;   // gathers are fused up to this size
+  Bytes reduce_bucket = 0;   // reductions are fused up to this size
+  int stretch = 1000;        // how much longer than alone a gather is expected to take, in thousandths
+  Bytes pending = 0;         // gradients that may wait for their reduction at any time, beside the newest bucket
+  Bytes make_room = 0;       // optimizer states to offload beyond what the budget forces
+  Bytes make_room_each = 0;  // activations to offload in every micro-batch beyond what the budget forces
 };
 
 // When the compute stream reaches each position (one more than there are slots), and which uses
@@ -32,12 +30,10 @@ struct Timeline {
 // Single decisions that a build must take, against its own rules. Empty vectors: none.
 struct Overrides {
   enum Choice : std::uint8_t { Free, Yes, No };
-  std::vector<Choice>
-      keep;  // by use (as Timeline::weight): the parameter stays from the use before
-  std::vector<Choice> join;   // by use: its gather joins the bucket of the gather before
-  std::vector<Choice> flush;  // by slot: the bucket of gradients is reduced after it
-  std::vector<Choice>
-      settle;  // by slot: all reductions are waited for before it, to give their memory back
+  std::vector<Choice> keep;    // by use (as Timeline::weight): the parameter stays from the use before
+  std::vector<Choice> join;    // by use: its gather joins the bucket of the gather before
+  std::vector<Choice> flush;   // by slot: the bucket of gradients is reduced after it
+  std::vector<Choice> settle;  // by slot: all reductions are waited for before it, to give their memory back
 };
 
 class ScheduleBuilder {
@@ -76,8 +72,7 @@ class ScheduleBuilder {
   const Index slots_;
   MemoryTree memory_;
   Schedule schedule_;
-  std::vector<char>
-      kept_;  // by use: no gather of its own, the parameter has stayed from the use before
+  std::vector<char> kept_;        // by use: no gather of its own, the parameter has stayed from the use before
   std::vector<Index> first_gap_;  // parameter -> index of its first use among all uses
 };
 

@@ -22,7 +22,7 @@ struct ScheduleBuilder::Bucket {
   Nanos duration;
   Index first;     // the slot that needs it first
   Index earliest;  // the first position at which none of its parameters is gathered from before
-  Bytes held;  // from its launch on: its parameters, and the shards that visit the device for it
+  Bytes held;      // from its launch on: its parameters, and the shards that visit the device for it
 };
 
 // Inside a block a parameter is soon used again (computed again, then in backward): this comes
@@ -41,9 +41,8 @@ void ScheduleBuilder::keepInBlocks() {
       if (update != kNone && uses[i - 1] < update && update < uses[i]) {
         continue;  // stale after the update
       }
-      if (before.block == after.block && before.phase == after.phase &&
-          before.micro == after.micro && uses[i] > uses[i - 1] + 1 &&
-          choice(overrides_.keep, use) != Overrides::No &&
+      if (before.block == after.block && before.phase == after.phase && before.micro == after.micro &&
+          uses[i] > uses[i - 1] + 1 && choice(overrides_.keep, use) != Overrides::No &&
           memory_.max(uses[i - 1] + 1, uses[i] - 1) + bytes <= problem_.budget) {
         memory_.add(uses[i - 1] + 1, uses[i] - 1, bytes);
         kept_[use] = 1;
@@ -75,8 +74,7 @@ void ScheduleBuilder::keepGathered() {
       }
       Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
       const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[use];
-      gap.value =
-          mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
+      gap.value = mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
       gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
       const Overrides::Choice choose = choice(overrides_.keep, use);
       if (choose == Overrides::Yes) {
@@ -115,8 +113,7 @@ void ScheduleBuilder::makeResidencies() {
     // A frozen parameter that stays for the whole step can stay for good.
     if (param.frozen && !uses.empty() && all_kept() &&
         memory_.max(0, uses.front() - 1) + param.bytes + settings_.reserve <= problem_.budget &&
-        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <=
-            problem_.budget) {
+        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <= problem_.budget) {
       memory_.add(0, uses.front() - 1, param.bytes);
       memory_.add(uses.back() + 1, slots_ - 1, param.bytes);
       schedule_.start_gathered.push_back(static_cast<Index>(p));
@@ -128,16 +125,10 @@ void ScheduleBuilder::makeResidencies() {
         continue;
       }
       if (i > 0) {
-        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes,
-                                                       uses[i] - uses[i - 1]};
+        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes, uses[i] - uses[i - 1]};
       }
-      schedule_.residencies.push_back({static_cast<Index>(p),
-                                       uses[i],
-                                       uses[i],
-                                       uses[i],
-                                       kNone,
-                                       {},
-                                       {Why::LastUse, param.bytes, 0}});
+      schedule_.residencies.push_back(
+          {static_cast<Index>(p), uses[i], uses[i], uses[i], kNone, {}, {Why::LastUse, param.bytes, 0}});
     }
   }
   std::stable_sort(schedule_.residencies.begin(), schedule_.residencies.end(),
@@ -163,8 +154,7 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
   }
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Bytes bytes = graph_.params[all[i].param].bytes;
-    const bool visits =
-        !schedule_.shard_on_host.empty() && schedule_.shard_on_host[all[i].param] != 0;
+    const bool visits = !schedule_.shard_on_host.empty() && schedule_.shard_on_host[all[i].param] != 0;
     const Bytes held = bytes + (visits ? graph_.params[all[i].param].shard : 0);
     if (!buckets.empty()) {
       Bucket& open = buckets.back();
@@ -173,12 +163,9 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
       // Joining must not hold the later one much longer than its own gather takes.
       const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
       const Nanos worth = 4 * problem_.cost.gather(bytes);
-      const bool wanted =
-          same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
-      const Overrides::Choice choose =
-          use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
-      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) &&
-          earliest[i] <= open.first &&
+      const bool wanted = same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
+      const Overrides::Choice choose = use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
+      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) && earliest[i] <= open.first &&
           (same_slot || memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
         memory_.add(open.first, all[i].first - 1, held);
         open.held += held;

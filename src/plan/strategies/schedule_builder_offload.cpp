@@ -75,10 +75,8 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
     Move& move = schedule_.moves[m];
     const Bytes state = deviceBytes(graph_, move.item);
     channel = std::min(channel, timeline_.reach[move.need]) - problem_.cost.toDevice(state);
-    const Index wanted_at =
-        std::max(positionAt(channel, move.need), move.offload == 0 ? move.offloaded : 0);
-    const Index full =
-        memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - settings_.reserve - state);
+    const Index wanted_at = std::max(positionAt(channel, move.need), move.offload == 0 ? move.offloaded : 0);
+    const Index full = memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - settings_.reserve - state);
     const Index at = std::max(wanted_at, full + 1);
     memory_.add(at, move.need - 1, state);
     move.reload = at;
@@ -128,17 +126,15 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
     }
     const Index inner_from = longest_from + 2;
     const Index inner_to = longest_to - 1;
-    const Index over =
-        forced ? memory_.firstAbove(inner_from, inner_to, problem_.budget) : inner_to + 1;
-    const Nanos left =
-        std::max(leaving, timeline_.reach[longest_from + 1]) + problem_.cost.toHost(bytes);
+    const Index over = forced ? memory_.firstAbove(inner_from, inner_to, problem_.budget) : inner_to + 1;
+    const Nanos left = std::max(leaving, timeline_.reach[longest_from + 1]) + problem_.cost.toHost(bytes);
     if (over > inner_to) {
       // Worth it only while the copies keep up: gone before half of the time away is over.
       const Index m = graph_.nodes[usage_.buffer_made[buffer]].micro;
       moved = m == micro ? moved : 0;
       micro = m;
-      const Nanos half = timeline_.reach[longest_from + 1] +
-                         (timeline_.reach[longest_to] - timeline_.reach[longest_from + 1]) / 2;
+      const Nanos half =
+          timeline_.reach[longest_from + 1] + (timeline_.reach[longest_to] - timeline_.reach[longest_from + 1]) / 2;
       if (moved >= wanted || left > half) {
         continue;
       }
@@ -149,8 +145,8 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
     Move move;
     move.item = {ItemKind::Buffer, buffer};
     move.offload = longest_from + 1;
-    move.offloaded = std::clamp(static_cast<Index>(gone - timeline_.reach.begin()), inner_from,
-                                std::min(over, inner_to));
+    move.offloaded =
+        std::clamp(static_cast<Index>(gone - timeline_.reach.begin()), inner_from, std::min(over, inner_to));
     move.reload = longest_to;
     move.need = longest_to;
     move.reason = {over > inner_to ? Why::MakesRoom : Why::OverBudget, bytes, 0};
@@ -159,9 +155,8 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
     schedule_.moves.push_back(move);
   }
   // Back in the order of need, as late as is still hidden, where memory allows.
-  std::stable_sort(mine.begin(), mine.end(), [&](std::size_t a, std::size_t b) {
-    return schedule_.moves[a].need > schedule_.moves[b].need;
-  });
+  std::stable_sort(mine.begin(), mine.end(),
+                   [&](std::size_t a, std::size_t b) { return schedule_.moves[a].need > schedule_.moves[b].need; });
   Nanos channel = timeline_.reach.back();
   for (const std::size_t m : mine) {
     Move& move = schedule_.moves[m];
@@ -187,11 +182,9 @@ void ScheduleBuilder::offloadShards() {
       move_of[schedule_.moves[m].item.id] = static_cast<Index>(m);
     }
   }
-  for (std::size_t p = 0; p < graph_.params.size() && memory_.max(0, slots_ - 1) > problem_.budget;
-       ++p) {
+  for (std::size_t p = 0; p < graph_.params.size() && memory_.max(0, slots_ - 1) > problem_.budget; ++p) {
     const Bytes shard = graph_.params[p].shard;
-    if (move_of[p] == kNone || schedule_.moves[move_of[p]].offload == 0 || shard == 0 ||
-        graph_.params[p].persistent) {
+    if (move_of[p] == kNone || schedule_.moves[move_of[p]].offload == 0 || shard == 0 || graph_.params[p].persistent) {
       continue;
     }
     Move& move = schedule_.moves[move_of[p]];

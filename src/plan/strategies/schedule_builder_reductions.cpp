@@ -10,8 +10,7 @@ namespace dc::plan {
 // comes first.
 void ScheduleBuilder::planReductions() {
   if (graph_.stage == 1) {
-    schedule_.reductions =
-        bucketReductions(problem_, settings_.reduce_bucket, schedule_.reductions.max_size() / 2);
+    schedule_.reductions = bucketReductions(problem_, settings_.reduce_bucket, schedule_.reductions.max_size() / 2);
     return;
   }
   std::vector<Index> seen(graph_.params.size(), 0);  // contributions so far
@@ -48,10 +47,8 @@ void ScheduleBuilder::planReductions() {
       open.wait = update == kNone ? open.wait : std::min(open.wait, std::max(update, launch));
     }
     open.wait_reason = {open.wait == slots_ ? Why::Sunk : Why::BeforeUpdate};
-    channel = std::max(channel, timeline_.reach[launch]) +
-              mulDiv(problem_.cost.reduce(bytes), settings_.stretch, 1000);
-    const auto done =
-        std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
+    channel = std::max(channel, timeline_.reach[launch]) + mulDiv(problem_.cost.reduce(bytes), settings_.stretch, 1000);
+    const auto done = std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
     const auto expected = std::min(static_cast<Index>(done - timeline_.reach.begin()), slots_);
     if (expected < open.wait) {
       open.wait = expected;
@@ -91,8 +88,7 @@ void ScheduleBuilder::planReductions() {
     for (const Index param : node.grads) {
       const auto slots = usage_.contributions[param];
       const Index next = ++seen[param];
-      const bool more =
-          next < static_cast<Index>(slots.size()) && graph_.nodes[slots[next]].micro == micro;
+      const bool more = next < static_cast<Index>(slots.size()) && graph_.nodes[slots[next]].micro == micro;
       // A gradient with several contributions is held from the first on; the slots that add to it
       // count it themselves.
       if (open_since[param] != kNone) {
@@ -105,8 +101,7 @@ void ScheduleBuilder::planReductions() {
       }
     }
     const Overrides::Choice choose = choice(overrides_.flush, slot);
-    if (choose == Overrides::Yes ||
-        (choose == Overrides::Free && bytes >= settings_.reduce_bucket)) {
+    if (choose == Overrides::Yes || (choose == Overrides::Free && bytes >= settings_.reduce_bucket)) {
       flush(slot + 1, Why::BucketFull);
     }
   }

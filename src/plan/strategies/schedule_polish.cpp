@@ -57,8 +57,7 @@ void kick(const Problem& problem, Search& search, std::size_t& left) {
       return;
     }
     for (std::size_t turns = 2 + below(3); turns > 0; --turns) {
-      std::vector<Overrides::Choice>* choices[] = {&trial.keep, &trial.join, &trial.flush,
-                                                   &trial.settle};
+      std::vector<Overrides::Choice>* choices[] = {&trial.keep, &trial.join, &trial.flush, &trial.settle};
       std::vector<Overrides::Choice>& list = *choices[below(4)];
       list[below(list.size())] = static_cast<Overrides::Choice>(below(3));
     }

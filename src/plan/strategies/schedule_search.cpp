@@ -54,8 +54,8 @@ std::vector<std::int32_t> weigh(const Problem& problem, const Plan& plan, const 
     }
     next_start = run.start[at];
     stalls += run.stall[plan.instructions[at].op];
-    const auto exposed = static_cast<std::int32_t>(
-        duration == 0 ? 0 : std::min<Nanos>(1000, mulDiv(1000, stalls, duration)));
+    const auto exposed =
+        static_cast<std::int32_t>(duration == 0 ? 0 : std::min<Nanos>(1000, mulDiv(1000, stalls, duration)));
     if (gathers[g].first != kNone) {
       std::int32_t& weight = by_slot[gathers[g].first];
       weight = std::max({weight, exposed, hidden});
@@ -90,17 +90,14 @@ Timeline observed(const Problem& problem, const Plan& plan, const Simulation& ru
 
 }  // namespace
 
-Search::Search(const Problem& problem)
-    : problem_(problem), undisturbed_(withoutStalls(problem.graph)) {}
+Search::Search(const Problem& problem) : problem_(problem), undisturbed_(withoutStalls(problem.graph)) {}
 
-bool Search::attempt(const Settings& settings, const Timeline& timeline,
-                     const Overrides& overrides) {
+bool Search::attempt(const Settings& settings, const Timeline& timeline, const Overrides& overrides) {
   ++attempts_;
   try {
     Attempt made;
     made.settings = settings;
-    made.plan =
-        emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(), "planned");
+    made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(), "planned");
     const Simulation run = simulate(problem_.graph, problem_.cost, made.plan);
     made.step = run.step;
     if (best_ && best_->step <= made.step) {

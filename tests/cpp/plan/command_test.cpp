@@ -15,9 +15,7 @@ namespace {
 // A folder of its own, gone at the end.
 class Folder {
  public:
-  Folder()
-      : path_(std::filesystem::temp_directory_path() /
-              ("plan_command_" + std::to_string(::getpid()))) {
+  Folder() : path_(std::filesystem::temp_directory_path() / ("plan_command_" + std::to_string(::getpid()))) {
     std::filesystem::create_directories(path_);
   }
   ~Folder() { std::filesystem::remove_all(path_); }
@@ -41,23 +39,21 @@ std::string readAll(const std::string& path) {
 TEST(Command, HelpNamesEveryOptionAndExitCode) {
   const CommandResult result = runCommand({"--help"});
   EXPECT_EQ(result.status, kDone);
-  for (const char* word : {"plan GRAPH", "--machine", "--budget", "--strategy", "--explain",
-                           "--trace", "--compare", "--accumulate", "Exit status"}) {
+  for (const char* word : {"plan GRAPH", "--machine", "--budget", "--strategy", "--explain", "--trace", "--compare",
+                           "--accumulate", "Exit status"}) {
     EXPECT_NE(result.out.find(word), std::string::npos) << word;
   }
 }
 
 TEST(Command, PlansAFileOnAMachineFile) {
   const Folder folder;
-  const std::string graph =
-      folder.write("g",
-                   "world 2\nparam a bytes=100\nnode f compute time=1us uses=a\nnode b compute "
-                   "time=1us uses=a grads=a phase=backward\n"
-                   "node u optimizer time=1us updates=a\n");
-  const std::string machine =
-      folder.write("m", "machine m\nbudget 1KiB\ngather 100:5us\nreduce 100:5us\n");
-  const CommandResult result = runCommand(
-      {"plan", graph, "--machine", machine, "--strategy=planned", "--trace", folder.path("t")});
+  const std::string graph = folder.write("g",
+                                         "world 2\nparam a bytes=100\nnode f compute time=1us uses=a\nnode b compute "
+                                         "time=1us uses=a grads=a phase=backward\n"
+                                         "node u optimizer time=1us updates=a\n");
+  const std::string machine = folder.write("m", "machine m\nbudget 1KiB\ngather 100:5us\nreduce 100:5us\n");
+  const CommandResult result =
+      runCommand({"plan", graph, "--machine", machine, "--strategy=planned", "--trace", folder.path("t")});
   ASSERT_EQ(result.status, kDone) << result.error;
   EXPECT_NE(result.out.find("gather g0 a"), std::string::npos) << result.out;
   EXPECT_NE(readAll(folder.path("t")).find("\"gather channel\""), std::string::npos);
@@ -72,8 +68,7 @@ TEST(Command, ABudgetInPercentIsRelativeToTheLeastThatFits) {
 }
 
 TEST(Command, ComparesAllStrategies) {
-  const CommandResult result =
-      runCommand({"simulate", "--model", "tiny-llama", "--machine", "2xcpu", "--compare"});
+  const CommandResult result = runCommand({"simulate", "--model", "tiny-llama", "--machine", "2xcpu", "--compare"});
   ASSERT_EQ(result.status, kDone) << result.error;
   for (const char* name : {"on_demand", "per_block", "published", "planned", "bound"}) {
     EXPECT_NE(result.out.find(name), std::string::npos) << name;
@@ -81,16 +76,15 @@ TEST(Command, ComparesAllStrategies) {
 }
 
 TEST(Command, AnImpossibleBudgetNamesTheLeastThatWouldDoAndThatIsTrue) {
-  const CommandResult refused =
-      runCommand({"simulate", "--model", "gpt2-small", "--machine", "8xa100", "--strategy",
-                  "planned", "--budget", "100MB"});
+  const CommandResult refused = runCommand(
+      {"simulate", "--model", "gpt2-small", "--machine", "8xa100", "--strategy", "planned", "--budget", "100MB"});
   ASSERT_EQ(refused.status, kDoesNotFit) << refused.error;
   const std::string marker = "at least ";
   const std::size_t at = refused.error.find(marker);
   ASSERT_NE(at, std::string::npos) << refused.error;
   const std::string least = std::to_string(std::stoll(refused.error.substr(at + marker.size())));
-  EXPECT_EQ(runCommand({"simulate", "--model", "gpt2-small", "--machine", "8xa100", "--strategy",
-                        "planned", "--budget", least})
+  EXPECT_EQ(runCommand({"simulate", "--model", "gpt2-small", "--machine", "8xa100", "--strategy", "planned", "--budget",
+                        least})
                 .status,
             kDone);
 }

@@ -25,9 +25,7 @@ struct Instance {
 
 // Up to eight gathers: p parameters, used in forward and in backward, for one or two micro-batches.
 Instance randomInstance(std::mt19937& random) {
-  const auto pick = [&](int low, int high) {
-    return low + static_cast<int>(random() % (high - low + 1));
-  };
+  const auto pick = [&](int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); };
   const int micros = pick(1, 2);
   const int params = micros == 1 ? pick(1, 4) : pick(1, 2);
   std::string text = "graph random\nworld 2\n";
@@ -38,13 +36,12 @@ Instance randomInstance(std::mt19937& random) {
   for (int m = 0; m < micros; ++m) {
     for (int p = 0; p < params; ++p) {
       text += concat("buffer a", m, ".", p, " bytes=", 100 * pick(0, 6), "\n");
-      nodes += concat("node f", m, ".", p, " compute time=", pick(1, 30), "us micro=", m,
-                      " block=", p, " uses=p", p, " makes=a", m, ".", p, "\n");
+      nodes += concat("node f", m, ".", p, " compute time=", pick(1, 30), "us micro=", m, " block=", p, " uses=p", p,
+                      " makes=a", m, ".", p, "\n");
     }
     for (int p = params - 1; p >= 0; --p) {
-      nodes +=
-          concat("node b", m, ".", p, " compute time=", pick(1, 40), "us phase=backward micro=", m,
-                 " block=", p, " uses=p", p, " grads=p", p, " reads=a", m, ".", p, "\n");
+      nodes += concat("node b", m, ".", p, " compute time=", pick(1, 40), "us phase=backward micro=", m, " block=", p,
+                      " uses=p", p, " grads=p", p, " reads=a", m, ".", p, "\n");
     }
   }
   nodes += "node u optimizer time=1us updates=p0";
@@ -53,9 +50,8 @@ Instance randomInstance(std::mt19937& random) {
   }
   Instance instance;
   instance.graph = parseGraph(text + nodes + concat(" micro=", micros - 1, "\n"));
-  instance.machine =
-      parseMachine(concat("machine m\ndevices 2\nshared_links no\ninside latency=", pick(0, 8),
-                          "us bandwidth=", pick(10, 100), "MB\n"));
+  instance.machine = parseMachine(concat("machine m\ndevices 2\nshared_links no\ninside latency=", pick(0, 8),
+                                         "us bandwidth=", pick(10, 100), "MB\n"));
   const Usage usage(instance.graph);
   Bytes least = 0;
   Bytes all = 0;
@@ -151,8 +147,8 @@ class Exhaustive {
     }
     // A bucket of gradients is closed here or stays open; it must be closed before the next
     // micro-batch contributes.
-    const bool must_close = k > 0 && (graph_.nodes[k].kind == NodeKind::Optimizer ||
-                                      graph_.nodes[k].micro != graph_.nodes[k - 1].micro);
+    const bool must_close =
+        k > 0 && (graph_.nodes[k].kind == NodeKind::Optimizer || graph_.nodes[k].micro != graph_.nodes[k - 1].micro);
     for (const bool close : {true, false}) {
       if ((close && state.open == 0) || (!close && must_close && state.open > 0)) {
         continue;
@@ -172,14 +168,12 @@ class Exhaustive {
     std::vector<Index> missing;
     for (std::size_t s = k; s < graph_.nodes.size(); ++s) {
       for (const Index param : usage_.needs[s]) {
-        if (state.ready[param] == kGone &&
-            std::find(missing.begin(), missing.end(), param) == missing.end()) {
+        if (state.ready[param] == kGone && std::find(missing.begin(), missing.end(), param) == missing.end()) {
           missing.push_back(param);
         }
       }
     }
-    const std::size_t needed =
-        usage_.needs[k].empty() || state.ready[usage_.needs[k][0]] != kGone ? 0 : 1;
+    const std::size_t needed = usage_.needs[k].empty() || state.ready[usage_.needs[k][0]] != kGone ? 0 : 1;
     Bytes bytes = 0;
     for (std::size_t count = 0; count <= missing.size(); ++count) {
       bytes += count > 0 ? graph_.params[missing[count - 1]].bytes : 0;
@@ -272,8 +266,7 @@ TEST(Exhaustive, PlannedIsWithinFivePercentOfTheOptimumInEveryOneOf500RandomStep
     const Nanos optimum = search.solve();
     visited += search.visited();
     ASSERT_GE(planned, optimum);
-    ASSERT_LE(lowerBound(instance.graph, usage, cost, instance.budget).best, optimum)
-        << print(instance.graph);
+    ASSERT_LE(lowerBound(instance.graph, usage, cost, instance.budget).best, optimum) << print(instance.graph);
     const double ratio = static_cast<double>(planned) / static_cast<double>(optimum);
     equal += planned == optimum ? 1 : 0;
     within_one += ratio <= 1.01 ? 1 : 0;
@@ -286,9 +279,8 @@ TEST(Exhaustive, PlannedIsWithinFivePercentOfTheOptimumInEveryOneOf500RandomStep
     worst = std::max(worst, ratio);
     EXPECT_LE(planned * 100, optimum * 105) << "instance " << i;
   }
-  std::printf(
-      "equal to the optimum: %d of 500; within 1 %%: %d; worst ratio %.4f; %ld states searched\n",
-      equal, within_one, worst, visited);
+  std::printf("equal to the optimum: %d of 500; within 1 %%: %d; worst ratio %.4f; %ld states searched\n", equal,
+              within_one, worst, visited);
   EXPECT_GT(equal, 250);
 }
 

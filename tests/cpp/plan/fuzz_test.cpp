@@ -33,17 +33,15 @@ class Texts {
   // A line that may well be right, made of the words that the parsers know.
   std::string line() {
     static const char* const names[] = {"a", "b", "c", "w.1", "x-y", "ü", "graph", "input"};
-    static const char* const values[] = {"0",    "1",    "17",      "4KiB",          "1.5us",
-                                         "2ms",  "-3",   "",        "9999999999999", "1e9",
-                                         "1.3B", "bf16", "backward"};
-    static const char* const keys[] = {
-        "bytes", "shard", "grad",  "accum",     "state", "dtype",   "time",
-        "phase", "micro", "block", "workspace", "uses",  "grads",   "updates",
-        "makes", "reads", "after", "alias",     "bogus", "latency", "bandwidth"};
-    static const char* const heads[] = {
-        "graph",   "world",  "stage",  "param",    "buffer", "node",     "machine", "devices",
-        "budget",  "inside", "gather", "slowdown", "launch", "plan",     "start",   "compute",
-        "release", "wait",   "reduce", "offload",  "reload", "optimizer"};
+    static const char* const values[] = {"0",   "1",    "17",   "4KiB",    "1.5us", "2ms", "-3", "", "9999999999999",
+                                         "1e9", "1.3B", "bf16", "backward"};
+    static const char* const keys[] = {"bytes", "shard", "grad",  "accum",     "state", "dtype",   "time",
+                                       "phase", "micro", "block", "workspace", "uses",  "grads",   "updates",
+                                       "makes", "reads", "after", "alias",     "bogus", "latency", "bandwidth"};
+    static const char* const heads[] = {"graph",   "world",   "stage",  "param",    "buffer",  "node",
+                                        "machine", "devices", "budget", "inside",   "gather",  "slowdown",
+                                        "launch",  "plan",    "start",  "compute",  "release", "wait",
+                                        "reduce",  "offload", "reload", "optimizer"};
     const auto pick = [&](const auto& list) { return std::string(list[below(std::size(list))]); };
     std::string text = concat(pick(heads), " ", pick(names));
     if (text.starts_with("node")) {
@@ -97,8 +95,7 @@ TEST(Fuzz, TheGraphParserNeverCrashesAndWhatItAcceptsRoundTrips) {
   }
   long accepted = 0;
   for (long i = 0; i < inputs(); ++i) {
-    const std::string text =
-        i % 2 == 0 ? texts.fromWords() : texts.damaged(good[texts.below(good.size())]);
+    const std::string text = i % 2 == 0 ? texts.fromWords() : texts.damaged(good[texts.below(good.size())]);
     StepGraph graph;
     try {
       graph = parseGraph(text);
@@ -110,8 +107,7 @@ TEST(Fuzz, TheGraphParserNeverCrashesAndWhatItAcceptsRoundTrips) {
     ASSERT_EQ(parseGraph(printed), graph) << text;
     ASSERT_EQ(print(parseGraph(printed)), printed) << text;
   }
-  EXPECT_GT(accepted, inputs() / 100)
-      << "too few texts were right for the round trip to mean anything";
+  EXPECT_GT(accepted, inputs() / 100) << "too few texts were right for the round trip to mean anything";
 }
 
 TEST(Fuzz, TheMachineParserNeverCrashesAndWhatItAcceptsRoundTrips) {
@@ -119,9 +115,8 @@ TEST(Fuzz, TheMachineParserNeverCrashesAndWhatItAcceptsRoundTrips) {
   long accepted = 0;
   for (long i = 0; i < inputs() / 2; ++i) {
     const auto names = presetNames();
-    const std::string text = i % 2 == 0
-                                 ? texts.fromWords()
-                                 : texts.damaged(print(preset(names[texts.below(names.size())])));
+    const std::string text =
+        i % 2 == 0 ? texts.fromWords() : texts.damaged(print(preset(names[texts.below(names.size())])));
     Machine machine;
     try {
       machine = parseMachine(text);
@@ -139,8 +134,7 @@ TEST(Fuzz, ThePlanParserNeverCrashesAndTheVerifierJudgesWhatItAccepts) {
   const StepGraph graph = randomStep(texts.random(), 3);
   const Usage usage(graph);
   const CostModel cost(preset("8xh100"), 4);
-  const std::string good =
-      print(graph, makeStrategy("planned")->plan({graph, usage, cost, 1 << 20}));
+  const std::string good = print(graph, makeStrategy("planned")->plan({graph, usage, cost, 1 << 20}));
   long accepted = 0;
   long valid = 0;
   for (long i = 0; i < inputs() / 2; ++i) {
@@ -172,14 +166,12 @@ TEST(Fuzz, RandomStepsArePlannedWithinTheirBudgetOrRefusedWithTheLeastThatDoes) 
         const Plan plan = makeStrategy(name)->plan({graph, usage, cost, budget});
         const auto violation = verify(graph, plan);
         ASSERT_FALSE(violation.has_value()) << name << ": " << violation->reason;
-        EXPECT_LE(lowerBound(graph, usage, cost, budget).best, simulate(graph, cost, plan).step)
-            << print(graph, plan);
+        EXPECT_LE(lowerBound(graph, usage, cost, budget).best, simulate(graph, cost, plan).step) << print(graph, plan);
       } catch (const BudgetError& error) {
         ++refused;
         ASSERT_GT(error.least, budget);
         const Plan plan = makeStrategy(name)->plan({graph, usage, cost, error.least});
-        ASSERT_FALSE(verify(graph, plan).has_value())
-            << name << ": the least that it named is too little";
+        ASSERT_FALSE(verify(graph, plan).has_value()) << name << ": the least that it named is too little";
       }
     }
   }

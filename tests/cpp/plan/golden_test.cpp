@@ -97,8 +97,7 @@ class Checker {
   const Plan& plan_;
 };
 
-void check(const std::string& line, const StepGraph& graph, const Plan& plan,
-           const Simulation& run) {
+void check(const std::string& line, const StepGraph& graph, const Plan& plan, const Simulation& run) {
   SCOPED_TRACE(line);
   std::istringstream in(line);
   const Checker checker(graph, plan);
@@ -158,8 +157,7 @@ TEST(Golden, EveryPlanInTestsPlansHoldsWhatItsFileSays) {
       const auto violation = verify(graph, plan);
       ASSERT_FALSE(violation.has_value()) << violation->reason;
       SCOPED_TRACE(print(graph, plan));
-      EXPECT_EQ(hashOf(parsePlan(print(graph, plan), graph)), hashOf(plan))
-          << "the text form executes the same";
+      EXPECT_EQ(hashOf(parsePlan(print(graph, plan), graph)), hashOf(plan)) << "the text form executes the same";
       const Simulation run = simulate(graph, cost, plan);
       while (std::getline(expectations, line)) {
         if (!line.empty() && line[0] != '#') {

@@ -65,8 +65,7 @@ TEST(GraphText, ErrorsGiveLineColumnReasonAndTheNearestName) {
   EXPECT_EQ(errorOf("param w bytes=-4"), "g:1:15: negative size '-4'");
   EXPECT_EQ(errorOf("param w bytes=4XiB"), "g:1:16: unknown unit 'XiB'; the nearest is 'KiB'");
   EXPECT_EQ(errorOf("param w shard=4"), "g:1:16: expected bytes=SIZE");
-  EXPECT_EQ(errorOf("node n compute tme=3"),
-            "g:1:16: unknown field of node 'tme'; the nearest is 'time'");
+  EXPECT_EQ(errorOf("node n compute tme=3"), "g:1:16: unknown field of node 'tme'; the nearest is 'time'");
   EXPECT_EQ(errorOf("node n compute\nnode n compute"), "g:2:6: node 'n' is declared twice");
   EXPECT_EQ(errorOf("node n compute after=m"), "g:1:22: unknown node 'm'; the nearest is 'n'");
   EXPECT_EQ(errorOf("world 0"), "g:1:7: expected a whole number from 1 to 1048576, found '0'");
@@ -75,15 +74,12 @@ TEST(GraphText, ErrorsGiveLineColumnReasonAndTheNearestName) {
 }
 
 TEST(GraphText, ACycleIsAnErrorThatNamesItsNodes) {
-  EXPECT_EQ(
-      errorOf(
-          "node a compute after=c\nnode b compute after=a\nnode c compute after=b\nnode d compute"),
-      "the graph has a cycle: 'a' needs 'c', which needs 'b', which needs 'a'");
+  EXPECT_EQ(errorOf("node a compute after=c\nnode b compute after=a\nnode c compute after=b\nnode d compute"),
+            "the graph has a cycle: 'a' needs 'c', which needs 'b', which needs 'a'");
 }
 
 TEST(GraphText, ABufferThatNobodyMakesIsAnError) {
-  EXPECT_EQ(errorOf("buffer x bytes=4\nnode a compute reads=x"),
-            "node 'a' reads buffer 'x', which no node makes");
+  EXPECT_EQ(errorOf("buffer x bytes=4\nnode a compute reads=x"), "node 'a' reads buffer 'x', which no node makes");
 }
 
 TEST(GraphText, CollectivesAreNotWrittenByHand) {
@@ -94,8 +90,7 @@ TEST(GraphText, CollectivesAreNotWrittenByHand) {
 }
 
 TEST(GraphText, AFrozenParameterHasNoGradient) {
-  EXPECT_EQ(errorOf("param w bytes=4 frozen\nnode b compute grads=w"),
-            "node 'b': parameter 'w' is frozen");
+  EXPECT_EQ(errorOf("param w bytes=4 frozen\nnode b compute grads=w"), "node 'b': parameter 'w' is frozen");
 }
 
 }  // namespace

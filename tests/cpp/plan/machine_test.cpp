@@ -27,8 +27,7 @@ TEST(Machine, AnUnknownPresetNamesTheNearest) {
 }
 
 TEST(Machine, AFileMayStartFromAPreset) {
-  const Machine machine =
-      parseMachine("machine mine like 8xa100\nbudget 10GiB\ngather 1MiB:20us 2MiB:30us\n");
+  const Machine machine = parseMachine("machine mine like 8xa100\nbudget 10GiB\ngather 1MiB:20us 2MiB:30us\n");
   EXPECT_EQ(machine.devices, 8);
   EXPECT_EQ(machine.budget, Bytes{10} << 30);
   EXPECT_EQ(parseMachine(print(machine)), machine);

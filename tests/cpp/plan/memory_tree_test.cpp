@@ -22,11 +22,9 @@ TEST(MemoryTree, AnswersLikeAPlainArray) {
       if (i % 2 == 0) {
         const Bytes bytes = static_cast<Bytes>(random() % 100) - 50;
         tree.add(from, to, bytes);
-        std::for_each(plain.begin() + from, plain.begin() + to + 1,
-                      [&](Bytes& value) { value += bytes; });
+        std::for_each(plain.begin() + from, plain.begin() + to + 1, [&](Bytes& value) { value += bytes; });
       }
-      ASSERT_EQ(tree.max(from, to),
-                *std::max_element(plain.begin() + from, plain.begin() + to + 1));
+      ASSERT_EQ(tree.max(from, to), *std::max_element(plain.begin() + from, plain.begin() + to + 1));
       const Bytes limit = static_cast<Bytes>(random() % 200) - 50;
       Index last = to;
       while (last >= from && plain[last] <= limit) {

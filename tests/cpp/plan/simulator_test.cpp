@@ -23,8 +23,7 @@ node b2 compute time=1us phase=backward uses=b grads=b
 node b1 compute time=1us phase=backward uses=a reads=x grads=a
 node u optimizer time=1us updates=a,b after=b1
 )";
-constexpr const char* kMachine =
-    "machine m\nshared_links no\ngather 100:1us 200:2us\nreduce 100:1us 200:2us\n";
+constexpr const char* kMachine = "machine m\nshared_links no\ngather 100:1us 200:2us\nreduce 100:1us 200:2us\n";
 constexpr const char* kPlan = R"(
 plan hand
 budget 1000
@@ -136,8 +135,7 @@ TEST(Simulator, MemoryFollowsFromTheOrder) {
   EXPECT_EQ(profile.at[3], resident + 200 + 30);        // f1: both parameters and x
   EXPECT_EQ(profile.at[6], resident + 100 + 30 + 7);    // f2: b, x and its workspace
   EXPECT_EQ(profile.at[8], resident + 200 + 30 + 100);  // b2: both parameters, x, the gradient of b
-  EXPECT_EQ(profile.peak,
-            resident + 100 + 30 + 200 > profile.at[8] ? resident + 330 : profile.at[8]);
+  EXPECT_EQ(profile.peak, resident + 100 + 30 + 200 > profile.at[8] ? resident + 330 : profile.at[8]);
   EXPECT_EQ(profile.at.back(), resident);
   Bytes held = 0;
   for (const Holder& holder : holders(f.graph, f.usage, f.plan, profile.peak_at)) {

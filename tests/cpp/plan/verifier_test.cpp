@@ -67,11 +67,9 @@ const std::vector<Case>& pool(int stage) {
   return pools[stage];
 }
 
-using Mutation =
-    std::function<bool(Case&, std::mt19937&)>;  // false: this plan has nothing to break that way
+using Mutation = std::function<bool(Case&, std::mt19937&)>;  // false: this plan has nothing to break that way
 
-std::vector<std::size_t> find(const Plan& plan,
-                              const std::function<bool(const Instruction&)>& wanted) {
+std::vector<std::size_t> find(const Plan& plan, const std::function<bool(const Instruction&)>& wanted) {
   std::vector<std::size_t> found;
   for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
     if (wanted(plan.instructions[i])) {
@@ -81,9 +79,7 @@ std::vector<std::size_t> find(const Plan& plan,
   return found;
 }
 
-std::size_t any(const std::vector<std::size_t>& found, std::mt19937& random) {
-  return found[random() % found.size()];
-}
+std::size_t any(const std::vector<std::size_t>& found, std::mt19937& random) { return found[random() % found.size()]; }
 
 void erase(Plan& plan, std::size_t at) {
   plan.instructions.erase(plan.instructions.begin() + static_cast<std::ptrdiff_t>(at));
@@ -91,8 +87,7 @@ void erase(Plan& plan, std::size_t at) {
 }
 
 void insert(Plan& plan, std::size_t at, const Instruction& instruction) {
-  plan.instructions.insert(plan.instructions.begin() + static_cast<std::ptrdiff_t>(at),
-                           instruction);
+  plan.instructions.insert(plan.instructions.begin() + static_cast<std::ptrdiff_t>(at), instruction);
   plan.reasons.insert(plan.reasons.begin() + static_cast<std::ptrdiff_t>(at), Reason{});
 }
 
@@ -112,21 +107,18 @@ NodeKind kindOf(const Plan& plan, Index op) {
 }
 
 std::size_t waitOf(const Plan& plan, Index op) {
-  const auto found =
-      find(plan, [&](const Instruction& in) { return in.kind == NodeKind::Wait && in.op == op; });
+  const auto found = find(plan, [&](const Instruction& in) { return in.kind == NodeKind::Wait && in.op == op; });
   return found.empty() ? plan.instructions.size() : found[0];
 }
 
 bool isNode(const Instruction& in) { return in.node != kNone; }
 
 bool usesDirectly(const StepGraph& graph, const Instruction& in, Index param) {
-  return isNode(in) &&
-         std::ranges::find(graph.nodes[in.node].uses, param) != graph.nodes[in.node].uses.end();
+  return isNode(in) && std::ranges::find(graph.nodes[in.node].uses, param) != graph.nodes[in.node].uses.end();
 }
 bool usesByView(const StepGraph& graph, const Instruction& in, Index param) {
-  return isNode(in) && std::ranges::any_of(graph.nodes[in.node].reads, [&](Index buffer) {
-           return viewedParam(graph, buffer) == param;
-         });
+  return isNode(in) && std::ranges::any_of(graph.nodes[in.node].reads,
+                                           [&](Index buffer) { return viewedParam(graph, buffer) == param; });
 }
 
 // Moves a release to just before a use that comes before it (and after its gather).
@@ -156,9 +148,8 @@ bool releaseTooEarly(Case& c, std::mt19937& random, bool by_view) {
 }
 
 bool eraseWait(Case& c, std::mt19937& random, NodeKind of) {
-  const auto waits = find(c.plan, [&](const Instruction& in) {
-    return in.kind == NodeKind::Wait && kindOf(c.plan, in.op) == of;
-  });
+  const auto waits =
+      find(c.plan, [&](const Instruction& in) { return in.kind == NodeKind::Wait && kindOf(c.plan, in.op) == of; });
   if (waits.empty()) {
     return false;
   }
@@ -182,8 +173,7 @@ const std::vector<Way>& ways() {
        3,
        {},
        [](Case& c, std::mt19937& random) {
-         const auto at =
-             any(find(c.plan, [](const Instruction& in) { return in.op != kNone; }), random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.op != kNone; }), random);
          c.plan.instructions[at].op = c.plan.ops + static_cast<Index>(random() % 5);
          return true;
        }},
@@ -192,8 +182,7 @@ const std::vector<Way>& ways() {
        3,
        {},
        [](Case& c, std::mt19937& random) {
-         const auto at = any(
-             find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Wait; }), random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Wait; }), random);
          const Instruction again = c.plan.instructions[at];
          insert(c.plan, at + 1 + random() % (c.plan.instructions.size() - at), again);
          return true;
@@ -203,9 +192,7 @@ const std::vector<Way>& ways() {
        3,
        {P::PersistentOnce, P::OnDeviceWhenUsed, P::WithinBudget},
        [](Case& c, std::mt19937& random) {
-         const auto at =
-             any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }),
-                 random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }), random);
          Instruction again = c.plan.instructions[at];
          again.op = c.plan.ops++;
          insert(c.plan, at + 1, again);
@@ -245,9 +232,7 @@ const std::vector<Way>& ways() {
        3,
        {P::KeptUntilLastUse, P::AliasesRespected, P::CopiedBeforeDropped},
        [](Case& c, std::mt19937& random) {
-         const auto at =
-             any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }),
-                 random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }), random);
          const std::size_t wait = waitOf(c.plan, c.plan.instructions[at].op);
          if (wait < c.plan.instructions.size()) {
            erase(c.plan, wait);
@@ -284,8 +269,7 @@ const std::vector<Way>& ways() {
          for (std::size_t i = at; i < c.plan.instructions.size(); ++i) {
            const Instruction& in = c.plan.instructions[i];
            if (in.kind == NodeKind::Gather &&
-               std::ranges::find(c.plan.itemsOf(in), Item{ItemKind::Param, param}) !=
-                   c.plan.itemsOf(in).end()) {
+               std::ranges::find(c.plan.itemsOf(in), Item{ItemKind::Param, param}) != c.plan.itemsOf(in).end()) {
              return false;
            }
          }
@@ -297,9 +281,7 @@ const std::vector<Way>& ways() {
        2,
        {},
        [](Case& c, std::mt19937& random) {
-         erase(c.plan,
-               any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }),
-                   random));
+         erase(c.plan, any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Gather; }), random));
          return true;
        }},
       {P::PersistentOnce,
@@ -311,8 +293,7 @@ const std::vector<Way>& ways() {
          while (!c.graph.params[norm].persistent) {
            ++norm;
          }
-         const auto uses =
-             find(c.plan, [&](const Instruction& in) { return usesDirectly(c.graph, in, norm); });
+         const auto uses = find(c.plan, [&](const Instruction& in) { return usesDirectly(c.graph, in, norm); });
          const std::size_t at = uses[random() % (uses.size() - 1)] + 1;
          const auto item = static_cast<Index>(c.plan.items.size());
          c.plan.items.push_back({ItemKind::Param, norm});
@@ -327,9 +308,7 @@ const std::vector<Way>& ways() {
        3,
        {P::WithinBudget},
        [](Case& c, std::mt19937& random) {
-         const auto at =
-             any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reduce; }),
-                 random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reduce; }), random);
          erase(c.plan, waitOf(c.plan, c.plan.instructions[at].op));
          erase(c.plan, at);
          return true;
@@ -339,9 +318,7 @@ const std::vector<Way>& ways() {
        3,
        {},
        [](Case& c, std::mt19937& random) {
-         const auto at =
-             any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reduce; }),
-                 random);
+         const auto at = any(find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reduce; }), random);
          Instruction again = c.plan.instructions[at];
          again.op = c.plan.ops++;
          insert(c.plan, at + 1, again);
@@ -353,9 +330,8 @@ const std::vector<Way>& ways() {
        1,
        {},
        [](Case& c, std::mt19937& random) {
-         const auto nodes = find(c.plan, [&](const Instruction& in) {
-           return isNode(in) && !c.graph.nodes[in.node].grads.empty();
-         });
+         const auto nodes =
+             find(c.plan, [&](const Instruction& in) { return isNode(in) && !c.graph.nodes[in.node].grads.empty(); });
          const std::size_t at = nodes[random() % nodes.size()];
          const Index param = c.graph.nodes[c.plan.instructions[at].node].grads[0];
          const auto item = static_cast<Index>(c.plan.items.size());
@@ -386,8 +362,7 @@ const std::vector<Way>& ways() {
        3,
        {P::AliasesRespected, P::CopiedBeforeDropped},
        [](Case& c, std::mt19937& random) {
-         const auto reloads =
-             find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reload; });
+         const auto reloads = find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Reload; });
          if (reloads.empty()) {
            return false;
          }
@@ -407,8 +382,7 @@ const std::vector<Way>& ways() {
        {},
        [](Case& c, std::mt19937& random) {
          std::vector<std::size_t> last;
-         for (const std::size_t at :
-              find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Offload; })) {
+         for (const std::size_t at : find(c.plan, [](const Instruction& in) { return in.kind == NodeKind::Offload; })) {
            const Item item = c.plan.itemsOf(c.plan.instructions[at])[0];
            if (std::ranges::find(c.plan.start_on_host, item) != c.plan.start_on_host.end()) {
              last.push_back(at);
@@ -463,8 +437,7 @@ TEST(Verifier, CatchesAHundredRandomDamagesOfEveryKind) {
       }
       ++made;
       const auto violation = verify(c.graph, c.plan);
-      ASSERT_TRUE(violation.has_value()) << way.what << "\n"
-                                         << print(c.graph) << print(c.graph, c.plan);
+      ASSERT_TRUE(violation.has_value()) << way.what << "\n" << print(c.graph) << print(c.graph, c.plan);
       EXPECT_FALSE(violation->reason.empty());
       named += violation->property == way.property ? 1 : 0;
       EXPECT_TRUE(violation->property == way.property || way.also.count(violation->property) != 0)
@@ -485,9 +458,8 @@ TEST(Verifier, CatchesRanksThatStartCollectivesInAnotherOrder) {
     std::vector<Plan> plans(3, c.plan);
     ASSERT_FALSE(verifyRanks(c.graph, plans).has_value());
     Plan& other = plans[1 + random() % 2];
-    const auto collectives = find(other, [](const Instruction& in) {
-      return in.kind == NodeKind::Gather || in.kind == NodeKind::Reduce;
-    });
+    const auto collectives =
+        find(other, [](const Instruction& in) { return in.kind == NodeKind::Gather || in.kind == NodeKind::Reduce; });
     const std::size_t at = any(collectives, random);
     if (i % 2 == 0) {
       erase(other, at);

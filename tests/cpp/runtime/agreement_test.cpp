@@ -106,7 +106,8 @@ TEST(Agreement, AGraphWithOtherParametersIsNamed) {
             9, rank.rank() == 0 ? std::vector<std::int64_t>{1, 2} : std::vector<std::int64_t>{2, 1});
         rank.agree();
       },
-      "rank 1 has graph 9 of ZeRO-3 with parameters [2, 1]\n  where rank 0 has graph 9 of ZeRO-3 with parameters [1, 2]");
+      "rank 1 has graph 9 of ZeRO-3 with parameters [2, 1]\n  where rank 0 has graph 9 of ZeRO-3 with parameters [1, "
+      "2]");
 }
 
 TEST(Agreement, EachRankLearnsWhoOwnsWhichSliceOfAWholeParameter) {

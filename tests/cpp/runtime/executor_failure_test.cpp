@@ -35,9 +35,7 @@ TEST_P(ExecutorFailure, AGradientOfTheWrongSizeIsRefusedWithBoth) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
     EXPECT_EQ(
-        errorOf([&] {
-          graph->reduceGrad(at::ones({2, 2}), 1);
-        }),
+        errorOf([&] { graph->reduceGrad(at::ones({2, 2}), 1); }),
         concat("reduce_grad: parameter (id 1, shape [6], Float) got a gradient of shape [2, 2], which has 4 elements "
                "instead of 6 (rank ",
                rank.rank(), " of 2)"));

@@ -205,9 +205,7 @@ TEST_P(ExecutorOrder, AGraphThatGoesLeavesNothingOfItsOwnInTheBuckets) {
 TEST_P(ExecutorOrder, AGraphMayNotListAParameterTwice) {
   World world(setup());
   Rank rank(world, 0);
-  EXPECT_EQ(errorOf([&] {
-              rank.graph<Z2CustomOpExecutor>(1, {1, 2, 1});
-            }),
+  EXPECT_EQ(errorOf([&] { rank.graph<Z2CustomOpExecutor>(1, {1, 2, 1}); }),
             "a graph lists a parameter twice: ids 1, 2, 1");
 }
 

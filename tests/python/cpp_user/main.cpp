@@ -19,7 +19,9 @@ class Alone final : public dc::Communicator {
 
  protected:
   void doAllGather(std::span<const dc::GatherPart>) override { dc::fail("not used here"); }
-  void doReduceScatter(std::span<const dc::ReducePart>, dc::ReduceOp, std::uint64_t) override { dc::fail("not used here"); }
+  void doReduceScatter(std::span<const dc::ReducePart>, dc::ReduceOp, std::uint64_t) override {
+    dc::fail("not used here");
+  }
   void doAllReduce(const at::Tensor&, dc::ReduceOp) override {}
   void doBroadcast(const at::Tensor&, int) override {}
   void doBarrier() override {}
