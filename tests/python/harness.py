@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+# These tests are about CPU tensors, and a server that has touched a GPU cannot fork processes that use one.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"])
 

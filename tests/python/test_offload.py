@@ -64,7 +64,6 @@ def moves_parameters(rank: int, world: int) -> None:
     kept = shards[0].clone()
     for _ in range(3):
         ops.offload_parameter(shards[0], GRAPH, 0)
-        assert shards[0].untyped_storage().data_ptr() == 0 if not guarded() else True
         if guarded():
             with pytest.raises(RuntimeError, match="'w0'.*offloaded to host memory; call reload_parameter"):
                 shards[0].sum()
