@@ -48,7 +48,7 @@ demo: build
 	$(PYTHON) examples/operators.py
 
 bench: build
-	for benchmark in benchmarks/[a-z]*.py; do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
+	for benchmark in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
 
 peers: $(SETUP)
 	$(PYTHON) -m pip install -q -r benchmarks/requirements-peers.txt
@@ -68,4 +68,4 @@ lint: $(SETUP)
 	.venv/bin/mypy python/deepcompile
 
 clean:
-	rm -rf build python/deepcompile/_C*.so python/deepcompile/lib python/deepcompile/bin
+	rm -rf build python/deepcompile/_C*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so

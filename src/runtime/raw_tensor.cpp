@@ -1,5 +1,6 @@
 #include "deepcompile/runtime/raw_tensor.h"
 
+#include <optional>
 #include <utility>
 
 #include <c10/core/DispatchKeySet.h>
@@ -8,11 +9,24 @@
 #include <c10/core/TensorImpl.h>
 
 namespace dc {
+namespace {
+
+// Leaves inference mode, at no cost where it is off.
+struct NotForInference {
+  std::optional<c10::InferenceMode> left;
+  NotForInference() {
+    if (c10::InferenceMode::is_enabled()) {
+      left.emplace(false);
+    }
+  }
+};
+
+}  // namespace
 
 at::Tensor tensorOver(c10::DataPtr data, std::int64_t bytes, at::IntArrayRef sizes, at::ScalarType dtype,
                       at::Device device) {
   // Whoever gathers first may do so for inference; the copy must serve a training step as well.
-  const c10::InferenceMode not_for_inference(false);
+  const NotForInference guard;
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
                                                        /*allocator=*/nullptr, /*resizable=*/false);
   const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
@@ -23,7 +37,7 @@ at::Tensor tensorOver(c10::DataPtr data, std::int64_t bytes, at::IntArrayRef siz
 }
 
 at::Tensor aliasOf(const at::Tensor& tensor) {
-  const c10::InferenceMode not_for_inference(false);
+  const NotForInference guard;
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
                                                                           /*allow_tensor_metadata_change=*/true));
 }
