@@ -1,0 +1,66 @@
+#include <algorithm>
+#include <vector>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/shm/collectives.h"
+#include "deepcompile/shm/offers.h"
+#include "deepcompile/shm/pipeline.h"
+#include "deepcompile/shm/reduce_kernels.h"
+
+namespace dc::shm {
+void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
+  const int me = group.rank();
+  check(to.ranks() == group.size(), "all_gather needs room for every rank");
+  check(bytesOf(from) == bytesOf(to[me]), [&] {
+    return concat("all_gather: rank ", me, " gives ", bytesOf(from), " bytes and has room for ", bytesOf(to[me]));
+  });
+  std::int64_t total = 0;
+  std::int64_t largest = 0;
+  for (int r = 0; r < group.size(); ++r) {
+    const std::int64_t bytes = bytesOf(to[r]);
+    total += bytes;
+    largest = std::max(largest, bytes);
+  }
+  Call call(group, {.kind = Kind::AllGather, .count = total, .tag = mix(tag, to)});
+  const bool streaming = total >= group.tuning().streaming_bytes;
+  if (group.size() > 1 && largest > group.tuning().one_step_bytes) {
+    if (const Offers offers = exchangeOffers(call, group, from)) {
+      for (int step = 0; step < group.size(); ++step) {
+        const int r = (me + step) % group.size();  // not all from the same rank at once
+        Cursor destination(to[r]);
+        for (std::size_t i = 0; i < from.size(); ++i) {
+          copyInto(destination, offers.at(r, i), from[i].bytes, streaming);
+        }
+      }
+      meet(call);
+      return;
+    }
+  }
+  const std::int64_t chunk = std::min(group.tuning().chunk_bytes, group.layout().slot_bytes);
+  const std::int64_t slot = std::min(largest, chunk);
+  Cursor source(from);
+  std::vector<Cursor> destinations;
+  destinations.reserve(static_cast<std::size_t>(group.size()));
+  for (int r = 0; r < group.size(); ++r) {
+    destinations.emplace_back(to[r]);
+  }
+  pipeline(
+      call, chunksFor(largest, chunk),
+      [&](std::int64_t, std::uint64_t turn) {
+        std::byte* place = call.stage(turn, slot);
+        source.take(chunk, [&](std::byte* data, std::int64_t bytes) {
+          copyInto(destinations[static_cast<std::size_t>(me)], data, bytes, streaming);
+          shm::copy(place, data, bytes);
+          place += bytes;
+        });
+      },
+      [&](std::int64_t, std::uint64_t turn) {
+        for (int r = 0; r < group.size(); ++r) {
+          if (r != me) {
+            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn, slot), chunk, streaming);
+          }
+        }
+      });
+}
+
+}  // namespace dc::shm

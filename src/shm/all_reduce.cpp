@@ -1,0 +1,178 @@
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "deepcompile/shm/collectives.h"
+#include "deepcompile/shm/offers.h"
+#include "deepcompile/shm/pipeline.h"
+#include "deepcompile/shm/reduce_kernels.h"
+
+namespace dc::shm {
+namespace {
+
+struct AllReduce {
+  Group& group;
+  const std::byte* in;
+  std::byte* out;
+  std::int64_t count;
+  DType dtype;
+  ReduceOp op;
+  std::int64_t element = sizeOf(dtype);
+
+  std::int64_t bytes() const { return count * element; }
+  bool streams() const { return bytes() >= group.tuning().streaming_bytes; }
+};
+
+// Elements of one part of `pieces` equal pieces: whole cache lines, so that no two ranks write the same.
+std::int64_t partElements(const AllReduce& task, int parts) {
+  const std::int64_t unit = kLine / task.element;
+  return ((task.count + parts - 1) / parts + unit - 1) / unit * unit;
+}
+
+// Everybody stages everything, and reduces everything: one step, for messages whose latency counts.
+void inOneStep(const AllReduce& task, Call& call) {
+  const std::uint64_t turn = call.nextTurn();
+  const int ranks = call.ranks();
+  if (ranks > 1) {
+    std::memcpy(call.stage(turn, task.bytes()), task.in, static_cast<std::size_t>(task.bytes()));
+  }
+  call.post(turn);
+  call.awaitPosts(turn);
+  constexpr int kFew = 16;
+  std::array<const std::byte*, kFew> few;
+  std::vector<const std::byte*> many(ranks > kFew ? static_cast<std::size_t>(ranks) : 0);
+  const std::byte** inputs = ranks > kFew ? many.data() : few.data();
+  for (int r = 0; r < ranks; ++r) {
+    inputs[r] = r == call.rank() ? task.in : call.staged(r, turn, task.bytes());
+  }
+  shm::reduce(task.op, task.dtype, {inputs, static_cast<std::size_t>(ranks)}, {&task.out, 1}, task.count);
+}
+
+// All ranks' tensors lie in shared memory: each rank reduces its part, and writes the result to everybody.
+void onSharedTensors(const AllReduce& task, Call& call, const Offers& offers) {
+  const int ranks = call.ranks();
+  const std::int64_t part = partElements(task, ranks);
+  const std::int64_t begin = std::min(part * call.rank(), task.count);
+  const std::int64_t elements = std::min(part, task.count - begin);
+  std::vector<const std::byte*> inputs;
+  std::vector<std::byte*> outputs;
+  for (int r = 0; r < ranks; ++r) {
+    inputs.push_back(offers.at(r, 0) + begin * task.element);
+    outputs.push_back(offers.at(r, 1) + begin * task.element);
+  }
+  shm::reduce(task.op, task.dtype, inputs, outputs, elements, task.streams());
+  meet(call);
+}
+
+// Two steps through slots that stay in cache. A piece has one part for each rank: a rank stages the parts of its peers,
+// reduces its own over what they staged, and copies the parts that they reduced. The three steps of different pieces overlap.
+class InTwoSteps {
+ public:
+  InTwoSteps(const AllReduce& task, Call& call)
+      : task_(task), call_(call), inputs_(static_cast<std::size_t>(call.ranks())) {
+    const int ranks = call.ranks();
+    const std::int64_t unit = kLine / task.element;
+    const std::int64_t room = std::min(task.group.tuning().chunk_bytes / (ranks - 1), task.group.layout().resultBytes());
+    const std::int64_t most = std::max(room / task.element / unit, std::int64_t{1}) * unit;
+    pieces_ = std::max<std::int64_t>(1, (task.count + ranks * most - 1) / (ranks * most));
+    part_ = std::min(most, partElements(task, static_cast<int>(std::min<std::int64_t>(pieces_, 1 << 20)) * ranks));
+  }
+
+  void run() {
+    for (std::int64_t step = 0; step < pieces_ + 2; ++step) {
+      if (step < pieces_) {
+        stage(step);
+      }
+      if (step >= 1 && step - 1 < pieces_) {
+        reducePart(step - 1);
+      }
+      if (step >= 2) {
+        copyOut(step - 2);
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    std::int64_t begin;     // bytes from the start of the tensor
+    std::int64_t elements;
+  };
+  Part part(std::int64_t piece, int rank) const {
+    const std::int64_t begin = std::min((piece * call_.ranks() + rank) * part_, task_.count);
+    return {begin * task_.element, std::min(part_, task_.count - begin)};
+  }
+  std::int64_t partBytes() const { return part_ * task_.element; }
+  std::int64_t stagedBytes() const { return partBytes() * (call_.ranks() - 1); }
+  // Where in the slot of `owner` the part of `reader` lies: a rank keeps its own part to itself.
+  std::int64_t place(int owner, int reader) const { return (reader < owner ? reader : reader - 1) * partBytes(); }
+  std::uint64_t turnOf(std::int64_t piece) const { return first_ + static_cast<std::uint64_t>(piece); }
+
+  void stage(std::int64_t piece) {
+    const std::uint64_t turn = call_.nextTurn();
+    if (piece == 0) {
+      first_ = turn;
+    }
+    std::byte* slot = call_.stage(turn, stagedBytes());
+    for (int r = 0; r < call_.ranks(); ++r) {
+      if (r != call_.rank()) {
+        const Part p = part(piece, r);
+        shm::copy(slot + place(call_.rank(), r), task_.in + p.begin, p.elements * task_.element);
+      }
+    }
+    call_.post(turn);
+  }
+
+  void reducePart(std::int64_t piece) {
+    const std::uint64_t turn = turnOf(piece);
+    const int me = call_.rank();
+    const Part p = part(piece, me);
+    call_.awaitPosts(turn);
+    for (int r = 0; r < call_.ranks(); ++r) {
+      inputs_[static_cast<std::size_t>(r)] =
+          r == me ? task_.in + p.begin : call_.staged(r, turn, stagedBytes()) + place(r, me);
+    }
+    const std::array<std::byte*, 2> outputs = {call_.result(me, turn), task_.out + p.begin};
+    shm::reduce(task_.op, task_.dtype, inputs_, outputs, p.elements);
+    call_.postResult(turn);
+  }
+
+  void copyOut(std::int64_t piece) {
+    const std::uint64_t turn = turnOf(piece);
+    for (int r = 0; r < call_.ranks(); ++r) {
+      if (r != call_.rank()) {
+        const Part p = part(piece, r);
+        call_.awaitResult(r, turn);
+        shm::copy(task_.out + p.begin, call_.result(r, turn), p.elements * task_.element, task_.streams());
+      }
+    }
+  }
+
+  const AllReduce& task_;
+  Call& call_;
+  std::vector<const std::byte*> inputs_;
+  std::int64_t pieces_ = 0;
+  std::int64_t part_ = 0;  // elements
+  std::uint64_t first_ = 0;
+};
+
+}  // namespace
+
+void allReduce(Group& group, const void* in, void* out, std::int64_t count, DType dtype, ReduceOp op,
+               std::uint64_t tag) {
+  checkReduction(op, dtype, count);
+  const AllReduce task = {group, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count, dtype, op};
+  Call call(group, {Kind::AllReduce, dtype, op, 1, -1, count, tag});
+  if (group.size() == 1 || task.bytes() <= std::min(group.tuning().one_step_bytes, group.layout().slot_bytes)) {
+    inOneStep(task, call);
+    return;
+  }
+  const std::array<Run, 2> runs = {run(in, task.bytes()), run(out, task.bytes())};
+  if (const Offers offers = exchangeOffers(call, group, runs)) {
+    onSharedTensors(task, call, offers);
+  } else {
+    InTwoSteps(task, call).run();
+  }
+}
+
+}  // namespace dc::shm

@@ -1,0 +1,30 @@
+#include <algorithm>
+
+#include "deepcompile/shm/collectives.h"
+#include "deepcompile/shm/pipeline.h"
+
+namespace dc::shm {
+
+void broadcast(Group& group, Runs data, int root) {
+  checkRoot(group, root);
+  const std::int64_t total = bytesOf(data);
+  const std::int64_t chunk = std::min(group.tuning().chunk_bytes, group.layout().slot_bytes);
+  const std::int64_t slot = std::min(total, chunk);
+  Call call(group, {.kind = Kind::Broadcast, .root = root, .count = total});
+  Cursor cursor(data);
+  const bool sends = group.rank() == root;
+  pipeline(
+      call, chunksFor(total, chunk),
+      [&](std::int64_t, std::uint64_t turn) {
+        if (sends && group.size() > 1) {
+          copyOut(call.stage(turn, slot), cursor, chunk);
+        }
+      },
+      [&](std::int64_t, std::uint64_t turn) {
+        if (!sends) {
+          copyInto(cursor, call.staged(root, turn, slot), chunk);
+        }
+      });
+}
+
+}  // namespace dc::shm

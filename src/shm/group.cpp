@@ -1,0 +1,274 @@
+#include "deepcompile/shm/group.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <map>
+
+#include <poll.h>
+#include <unistd.h>
+
+#include "deepcompile/base/error.h"
+
+namespace dc::shm {
+namespace {
+
+constexpr std::int64_t kMailboxMemory = 4 << 20;  // of a group, for all pairs of ranks together
+
+Layout layoutFor(int size, const GroupOptions& options) {
+  check(size >= 1, [&] { return concat("a group needs at least one rank, not ", size); });
+  check(options.slot_bytes >= 4096, [&] { return concat("slots need at least 4096 bytes, not ", options.slot_bytes); });
+  Layout layout;
+  layout.ranks = size;
+  layout.slot_bytes = (options.slot_bytes + 4095) / 4096 * 4096;
+  const std::int64_t pairs = std::int64_t{size} * size;
+  layout.mailbox_bytes = std::clamp<std::int64_t>(kMailboxMemory / pairs / 4096 * 4096, 8192, 256 << 10);
+  return layout;
+}
+
+// 'R', 'S', 'T', ... as the kernel says it; '?' where it does not.
+char processState(std::int64_t pid) {
+  std::ifstream file(concat("/proc/", pid, "/stat"));
+  std::string line;
+  std::getline(file, line);
+  const std::size_t name_end = line.rfind(')');
+  return name_end != std::string::npos && name_end + 2 < line.size() ? line[name_end + 2] : '?';
+}
+
+}  // namespace
+
+Group::Group(int rank, Layout layout, std::shared_ptr<Segment> memory, const GroupOptions& options)
+    : rank_(rank),
+      layout_(layout),
+      name_(options.name),
+      memory_(std::move(memory)),
+      heap_(SharedHeap::ofProcess()),
+      heap_bases_(static_cast<std::size_t>(layout.ranks), nullptr),
+      patience_(Patience::forRanks(layout.ranks)),
+      owner_(::getpid()),
+      timeout_(options.timeout.count()),
+      tuning_(options.tuning.value_or(Tuning{})) {
+  RankBlock& own = block(rank_);
+  own.pid = owner_;
+  own.state.store(RankState::Present, std::memory_order_release);
+}
+
+std::unique_ptr<Group> Group::open(Rendezvous& rendezvous, int rank, int size, const GroupOptions& options,
+                                   std::string& reason) {
+  const Layout layout = layoutFor(size, options);
+  check(rank >= 0 && rank < size, [&] { return concat("rank ", rank, " of a group of ", size, " ranks"); });
+  const auto heap = SharedHeap::ofProcess();
+  auto hands = shakeHands(rendezvous, rank, layout, heap->descriptor(), options.timeout, reason);
+  if (!hands) {
+    return nullptr;
+  }
+  std::unique_ptr<Group> group(new Group(rank, layout, hands->group, options));
+  group->processes_ = std::move(hands->processes);
+  for (int r = 0; r < size; ++r) {
+    if (r == rank) {
+      group->heap_bases_[static_cast<std::size_t>(r)] = heap->base();
+    } else {
+      group->heaps_.push_back(Segment::map(std::move(hands->heaps[static_cast<std::size_t>(r)])));
+      group->heap_bases_[static_cast<std::size_t>(r)] = group->heaps_.back().data();
+    }
+  }
+  if (!options.tuning) {
+    group->tuning_ = measureTuning(*group);
+  }
+  return group;
+}
+
+std::vector<std::unique_ptr<Group>> Group::ofThreads(int size, const GroupOptions& options) {
+  const Layout layout = layoutFor(size, options);
+  const auto memory = std::make_shared<Segment>(makeGroupMemory(layout));
+  std::vector<std::unique_ptr<Group>> groups;
+  for (int rank = 0; rank < size; ++rank) {
+    groups.emplace_back(new Group(rank, layout, memory, options));
+    std::fill(groups.back()->heap_bases_.begin(), groups.back()->heap_bases_.end(), groups.back()->heap_->base());
+  }
+  return groups;
+}
+
+Group::~Group() {
+  if (::getpid() != owner_) {
+    return;
+  }
+  block(rank_).state.store(RankState::Left, std::memory_order_release);
+}
+
+RankBlock& Group::block(int rank) const {
+  return *reinterpret_cast<RankBlock*>(memory_->data() + layout_.blocks() +
+                                       rank * static_cast<std::int64_t>(sizeof(RankBlock)));
+}
+
+std::byte* Group::mailbox(int from, int to) const {
+  return memory_->data() + layout_.mailboxes() + (std::int64_t{from} * layout_.ranks + to) * layout_.mailbox_bytes;
+}
+
+void Group::poison(const std::string& text) {
+  Poison& poison = header().poison;
+  if (poison.claimed.exchange(1, std::memory_order_acq_rel) != 0) {
+    return;
+  }
+  const std::size_t size = std::min(text.size(), sizeof(poison.text) - 1);
+  std::memcpy(poison.text, text.data(), size);
+  poison.text[size] = '\0';
+  poison.set.store(1, std::memory_order_release);
+  for (int rank = 0; rank < layout_.ranks; ++rank) {
+    for (const Post& post : block(rank).posts) {
+      wake(post.turn);
+    }
+    wake(block(rank).reduced.value);
+  }
+}
+
+void Group::throwIfPoisoned() const {
+  if (poisoned()) [[unlikely]] {
+    fail("the shared-memory group '", name_, "' has failed and cannot be used any more: ", header().poison.text);
+  }
+}
+
+bool Group::gone(int rank) const {
+  if (block(rank).state.load(std::memory_order_acquire) == RankState::Left) {
+    return true;
+  }
+  if (processes_.empty()) {
+    return false;
+  }
+  pollfd entry = {processes_[static_cast<std::size_t>(rank)].get(), POLLIN, 0};
+  return ::poll(&entry, 1, 0) > 0;
+}
+
+std::string Group::describe(int rank) const {
+  const RankBlock& block = this->block(rank);
+  const RankState state = block.state.load(std::memory_order_acquire);
+  std::string_view how = "running";
+  if (state == RankState::Absent) {
+    return concat("rank ", rank, " (not there yet)");
+  }
+  if (state == RankState::Left) {
+    how = "has left the group";
+  } else if (gone(rank)) {
+    how = "has ended";
+  } else if (const char kernel_state = processState(block.pid); kernel_state == 'T' || kernel_state == 't') {
+    how = "is stopped";
+  }
+  return concat("rank ", rank, " (process ", block.pid, ", ", how, ")");
+}
+
+bool Group::hopeless(Clock::time_point started) {
+  if (poisoned()) {
+    return true;
+  }
+  const std::string where = concat("rank ", rank_, ", ", text(meaning_), " in group '", name_, "', turn ", turn_, ": ");
+  if (gone(awaited_)) {
+    hopeless_because_ = concat(where, describe(awaited_), " and will not come");
+    return true;
+  }
+  if (Clock::now() - started < timeout()) {
+    return false;
+  }
+  std::string missing;
+  for (int r = 0; r < size(); ++r) {
+    const RankBlock& peer = block(r);
+    std::uint64_t posted = 0;
+    for (const Post& post : peer.posts) {
+      posted = std::max(posted, post.turn.load(std::memory_order_acquire));
+    }
+    if (r == awaited_ || (r != rank_ && posted < turn_)) {
+      missing += concat(missing.empty() ? "" : ", ", describe(r));
+    }
+  }
+  hopeless_because_ = concat(where, "waited ", static_cast<double>(timeout().count()) / 1000, " s for ", missing,
+                             ". Look there for an error, a deadlock or a collective that is called on some ranks only");
+  return true;
+}
+
+void Group::giveUp() {
+  if (!poisoned()) {
+    poison(hopeless_because_);
+    // Another rank may have claimed it at the same moment and still be writing; ours is as good.
+    throw Error(hopeless_because_);
+  }
+  throwIfPoisoned();
+  std::abort();  // unreachable
+}
+
+void Group::failMismatch(std::uint64_t turn) {
+  // Ranks by what they mean, as far as they have said it.
+  std::vector<std::pair<std::string, std::string>> sides;
+  for (int r = 0; r < size(); ++r) {
+    const Post& post = block(r).posts[turn % kRing];
+    if (post.turn.load(std::memory_order_acquire) != turn) {
+      continue;
+    }
+    const std::string meant = text(post.meaning);
+    const auto side = std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return s.first == meant; });
+    if (side == sides.end()) {
+      sides.emplace_back(meant, concat("rank ", r));
+    } else {
+      side->second += concat(", rank ", r);
+    }
+  }
+  std::string all;
+  for (const auto& [meant, ranks] : sides) {
+    all += concat(all.empty() ? "" : "; ", ranks, ": ", meant);
+  }
+  const std::string message = concat("ranks of group '", name_, "' do not mean the same collective: ", all,
+                                     ". All ranks must make the same calls in the same order, with the same sizes");
+  poison(message);
+  throw Error(message);
+}
+
+Call::Call(Group& group, const Meaning& meaning)
+    : group_(group), lock_(group.mutex_), exceptions_(std::uncaught_exceptions()) {
+  group_.throwIfPoisoned();
+  group_.meaning_ = meaning;
+}
+
+Call::~Call() {
+  if (std::uncaught_exceptions() > exceptions_ && !group_.poisoned()) {
+    group_.poison(concat("rank ", group_.rank_, " stopped in ", text(group_.meaning_)));
+  }
+}
+
+void Call::post(std::uint64_t turn) {
+  RankBlock& own = group_.block(group_.rank_);
+  Post& post = own.posts[turn % kRing];
+  post.meaning = group_.meaning_;
+  publish(post.turn, turn, own.sleepers);
+}
+
+void Call::await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t turn) {
+  group_.awaited_ = rank;
+  awaitAtLeast(word, turn, group_.block(rank).sleepers, group_.patience_, group_);
+}
+
+void Call::awaitPosts(std::uint64_t turn) {
+  for (int r = 0; r < ranks(); ++r) {
+    if (r == group_.rank_) {
+      continue;
+    }
+    const Post& post = group_.block(r).posts[turn % kRing];
+    await(r, post.turn, turn);
+    if (post.meaning != group_.meaning_) [[unlikely]] {
+      group_.failMismatch(turn);
+    }
+  }
+}
+
+std::byte* Call::result(int rank, std::uint64_t turn) const {
+  return group_.slots(rank) + kRing * group_.layout_.slot_bytes +
+         static_cast<std::int64_t>(turn % kRing) * group_.layout_.resultBytes();
+}
+
+void Call::postResult(std::uint64_t turn) {
+  RankBlock& own = group_.block(group_.rank_);
+  publish(own.reduced.value, turn, own.sleepers);
+}
+
+void Call::awaitResult(int rank, std::uint64_t turn) { await(rank, group_.block(rank).reduced.value, turn); }
+
+}  // namespace dc::shm

@@ -1,0 +1,145 @@
+// Ranks that share memory. A group is an ordered channel: all ranks call the same collectives in the same order
+// (collectives.h); calls from several threads are served one at a time.
+//
+// After an error the group is poisoned: every rank's pending and later calls throw the first error. Never a wrong number.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "deepcompile/shm/handshake.h"
+#include "deepcompile/shm/layout.h"
+#include "deepcompile/shm/rendezvous.h"
+#include "deepcompile/shm/shared_heap.h"
+#include "deepcompile/shm/tuning.h"
+#include "deepcompile/shm/wait.h"
+
+namespace dc::shm {
+
+struct GroupOptions {
+  std::string name = "default";            // in errors
+  std::chrono::milliseconds timeout{300'000};  // of every wait
+  std::int64_t slot_bytes = 256 << 10;     // of shared memory for one rank and turn; there are up to 8
+  std::optional<Tuning> tuning;            // measured when not given
+};
+
+class Group final : private Watch {
+ public:
+  // Collective. No group, and the reason, where the ranks do not share this host: the same answer on all ranks. Throws on
+  // all ranks when the set-up fails otherwise.
+  static std::unique_ptr<Group> open(Rendezvous& rendezvous, int rank, int size, const GroupOptions& options,
+                                     std::string& reason);
+  // Ranks that are threads of this process; by rank.
+  static std::vector<std::unique_ptr<Group>> ofThreads(int size, const GroupOptions& options = {});
+
+  // Tells the peers that this rank has left. What they still have to read stays readable.
+  ~Group() override;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return layout_.ranks; }
+  const std::string& name() const { return name_; }
+  const Layout& layout() const { return layout_; }
+  const Tuning& tuning() const { return tuning_; }
+  // All ranks must set the same.
+  void setTuning(const Tuning& tuning) { tuning_ = tuning; }
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count(), std::memory_order_relaxed); }
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed)); }
+  const Patience& patience() const { return patience_; }
+
+  // Where this rank's memory can be taken as it is by its peers.
+  SharedHeap& heap() const { return *heap_; }
+  // The heap of a rank, in this process's address space.
+  std::byte* heapOf(int rank) const { return heap_bases_[static_cast<std::size_t>(rank)]; }
+
+  // Makes every rank's pending and later calls fail with `text`, unless the group has failed already.
+  void poison(const std::string& text);
+  bool poisoned() const { return header().poison.set.load(std::memory_order_acquire) != 0; }
+  void throwIfPoisoned() const;
+
+  // True when the process of a rank has ended, or the rank has left. Not for the fast path.
+  bool gone(int rank) const;
+  // "rank 1 (process 77, stopped)"
+  std::string describe(int rank) const;
+
+  RankBlock& block(int rank) const;
+  std::byte* mailbox(int from, int to) const;
+
+ private:
+  friend class Call;
+  Group(int rank, Layout layout, std::shared_ptr<Segment> memory, const GroupOptions& options);
+
+  Header& header() const { return *reinterpret_cast<Header*>(memory_->data()); }
+  std::byte* slots(int rank) const { return memory_->data() + layout_.slots() + rank * layout_.slotsOfRank(); }
+  bool hopeless(Clock::time_point started) override;
+  [[noreturn]] void giveUp() override;
+  [[noreturn]] void failMismatch(std::uint64_t turn);
+
+  const int rank_;
+  const Layout layout_;
+  const std::string name_;
+  const std::shared_ptr<Segment> memory_;
+  const std::shared_ptr<SharedHeap> heap_;
+  std::vector<Segment> heaps_;               // of peers
+  std::vector<std::byte*> heap_bases_;       // by rank
+  std::vector<Descriptor> processes_;        // by rank; empty where the system does not tell
+  const Patience patience_;
+  const pid_t owner_;                        // a forked child must not speak for the rank
+  std::atomic<std::int64_t> timeout_;        // milliseconds
+  Tuning tuning_;
+
+  std::mutex mutex_;                         // one call at a time
+  std::uint64_t turn_ = 0;                   // the last that this rank has begun
+  Meaning meaning_;                          // of the call in progress
+  int awaited_ = -1;                         // the rank that the call in progress waits for
+  std::string hopeless_because_;
+};
+
+// One collective call in progress: it holds the group. When it ends by an exception the group is poisoned, because the
+// peers may be in the middle of the same call.
+class Call {
+ public:
+  Call(Group& group, const Meaning& meaning);
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  int rank() const { return group_.rank_; }
+  int ranks() const { return group_.layout_.ranks; }
+  std::uint64_t nextTurn() { return ++group_.turn_; }
+
+  // Where this rank puts the `bytes` bytes that its peers read in `turn`.
+  std::byte* stage(std::uint64_t turn, std::int64_t bytes) const { return at(group_.rank_, turn, bytes); }
+  // Tells the peers that the stage of `turn` is written.
+  void post(std::uint64_t turn);
+  // Returns when every peer has posted `turn`, and meant the same.
+  void awaitPosts(std::uint64_t turn);
+  // Where `rank` has put its bytes; valid between awaitPosts(turn) and the post of turn + 2.
+  const std::byte* staged(int rank, std::uint64_t turn, std::int64_t bytes) const { return at(rank, turn, bytes); }
+
+  // The second half of a turn, in the same way: every rank's result, valid until the post of turn + 3.
+  std::byte* result(int rank, std::uint64_t turn) const;
+  void postResult(std::uint64_t turn);
+  void awaitResult(int rank, std::uint64_t turn);
+
+ private:
+  std::byte* at(int rank, std::uint64_t turn, std::int64_t bytes) const {
+    if (bytes <= kInlineBytes) {
+      return group_.block(rank).posts[turn % kRing].payload;
+    }
+    return group_.slots(rank) + static_cast<std::int64_t>(turn % kRing) * group_.layout_.slot_bytes;
+  }
+  void await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t turn);
+
+  Group& group_;
+  const std::unique_lock<std::mutex> lock_;
+  const int exceptions_;  // in flight when the call began
+};
+
+}  // namespace dc::shm

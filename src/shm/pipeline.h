@@ -1,0 +1,41 @@
+// The shape of every collective that moves data once: each rank stages chunk c while its peers still read chunk c - 1.
+// Keeps the rules of layout.h by which slots are used again.
+#pragma once
+
+#include <cstdint>
+
+#include "deepcompile/shm/group.h"
+
+namespace dc::shm {
+
+// stage(chunk, turn) writes this rank's slot; consume(chunk, turn) reads the peers'. At least one chunk, also for no data:
+// that is how the ranks learn that they mean the same.
+template <typename Stage, typename Consume>
+void pipeline(Call& call, std::int64_t chunks, Stage&& stage, Consume&& consume) {
+  std::uint64_t turn = call.nextTurn();
+  stage(std::int64_t{0}, turn);
+  call.post(turn);
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const std::uint64_t current = turn;
+    if (chunk + 1 < chunks) {
+      turn = call.nextTurn();
+      stage(chunk + 1, turn);
+      call.post(turn);
+    }
+    call.awaitPosts(current);
+    consume(chunk, current);
+  }
+}
+
+// A turn without data.
+inline void meet(Call& call) {
+  const std::uint64_t turn = call.nextTurn();
+  call.post(turn);
+  call.awaitPosts(turn);
+}
+
+inline std::int64_t chunksFor(std::int64_t bytes, std::int64_t chunk_bytes) {
+  return bytes <= chunk_bytes ? 1 : (bytes + chunk_bytes - 1) / chunk_bytes;
+}
+
+}  // namespace dc::shm

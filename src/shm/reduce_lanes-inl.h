@@ -1,0 +1,321 @@
+// How elements become vectors that can be accumulated, and back; and what the reductions do to such vectors. Included
+// once per SIMD target, by reduce_kernels.cpp alone.
+//
+// A kind of lanes has
+//   Vector                what is accumulated; kBytes of memory fill one
+//   load, store, stream   from and to memory; only stream needs the alignment (64 bytes)
+//   combine, finish       an Op applied to all parts of a Vector
+
+// Not a #pragma once: each target includes the file again.
+#if defined(DC_SHM_REDUCE_LANES_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef DC_SHM_REDUCE_LANES_INL_H
+#undef DC_SHM_REDUCE_LANES_INL_H
+#else
+#define DC_SHM_REDUCE_LANES_INL_H
+#endif
+
+#include <hwy/highway.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+HWY_BEFORE_NAMESPACE();
+namespace dc::shm::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <typename V>
+using LaneOf = hn::TFromD<hn::DFromV<V>>;
+
+// ---- Operations on vectors of one type ----
+
+// One NaN for all: payloads would tell in which order the compiler put the operands of an addition.
+template <typename V>
+HWY_INLINE V withPlainNaN(V v) {
+  if constexpr (hwy::IsFloat<LaneOf<V>>()) {
+    const hn::DFromV<V> d;
+    return hn::IfThenElse(hn::IsNaN(v), hn::Set(d, std::numeric_limits<LaneOf<V>>::quiet_NaN()), v);
+  } else {
+    return v;
+  }
+}
+
+struct Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    return hn::Add(total, next);
+  }
+  template <typename V>
+  HWY_INLINE V finish(V total) const {
+    return withPlainNaN(total);
+  }
+};
+
+struct Average : Sum {
+  explicit Average(std::size_t inputs) : count(static_cast<double>(inputs)) {}
+  template <typename V>
+  HWY_INLINE V finish(V total) const {
+    const hn::DFromV<V> d;
+    return withPlainNaN(hn::Div(total, hn::Set(d, static_cast<LaneOf<V>>(count))));
+  }
+  double count;
+};
+
+// The same bits without the slow division: the inverse of a power of two is exact, so both round the same number.
+struct AverageOfPowerOfTwo : Sum {
+  explicit AverageOfPowerOfTwo(std::size_t inputs) : inverse(1.0 / static_cast<double>(inputs)) {}
+  template <typename V>
+  HWY_INLINE V finish(V total) const {
+    const hn::DFromV<V> d;
+    return withPlainNaN(hn::Mul(total, hn::Set(d, static_cast<LaneOf<V>>(inverse))));
+  }
+  double inverse;
+};
+
+struct Product : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    if constexpr (sizeof(LaneOf<V>) == 1 && HWY_TARGET != HWY_SCALAR) {
+      // Nobody multiplies bytes. Even bytes: the low half of the product of the words that they are in. Odd: shifted.
+      const hn::DFromV<V> d;
+      const hn::RepartitionToWide<decltype(d)> wide;
+      const auto a = hn::BitCast(wide, total);
+      const auto b = hn::BitCast(wide, next);
+      const auto low = hn::Set(wide, 0xFF);
+      const auto odd = hn::ShiftLeft<8>(hn::Mul(hn::ShiftRight<8>(a), hn::ShiftRight<8>(b)));
+      return hn::BitCast(d, hn::Or(hn::And(hn::Mul(a, b), low), odd));
+    } else {
+      return hn::Mul(total, next);
+    }
+  }
+};
+
+// hn::Min and hn::Max of floating-point numbers treat NaN and -0 as each processor likes; a comparison does not. A NaN
+// that is the total stays, since nothing compares with it; one that comes next is taken.
+struct Min : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    if constexpr (hwy::IsFloat<LaneOf<V>>()) {
+      return hn::IfThenElse(hn::Or(hn::Lt(next, total), hn::IsNaN(next)), next, total);
+    } else {
+      return hn::Min(total, next);
+    }
+  }
+};
+
+struct Max : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    if constexpr (hwy::IsFloat<LaneOf<V>>()) {
+      return hn::IfThenElse(hn::Or(hn::Gt(next, total), hn::IsNaN(next)), next, total);
+    } else {
+      return hn::Max(total, next);
+    }
+  }
+};
+
+struct And : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    return hn::And(total, next);
+  }
+};
+
+struct Or : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    return hn::Or(total, next);
+  }
+};
+
+struct Xor : Sum {
+  template <typename V>
+  static HWY_INLINE V combine(V total, V next) {
+    return hn::Xor(total, next);
+  }
+};
+
+// ---- Elements that accumulate as they are ----
+
+template <typename T>
+struct PlainLanes {
+  using D = hn::ScalableTag<T>;
+  using Vector = hn::Vec<D>;
+  static constexpr std::size_t kElement = sizeof(T);
+  static constexpr std::size_t kBytes = hn::MaxLanes(D()) * sizeof(T);
+
+  static HWY_INLINE Vector load(const std::byte* from) { return hn::LoadU(D(), reinterpret_cast<const T*>(from)); }
+  static HWY_INLINE void store(Vector v, std::byte* to) { hn::StoreU(v, D(), reinterpret_cast<T*>(to)); }
+  static HWY_INLINE void stream(Vector v, std::byte* to) { hn::Stream(v, D(), reinterpret_cast<T*>(to)); }
+
+  template <typename Op>
+  static HWY_INLINE Vector combine(const Op& op, Vector total, Vector next) {
+    return op.combine(total, next);
+  }
+  template <typename Op>
+  static HWY_INLINE Vector finish(const Op& op, Vector total) {
+    return op.finish(total);
+  }
+};
+
+struct BoolLanes : PlainLanes<std::uint8_t> {
+  static HWY_INLINE Vector load(const std::byte* from) {
+    return hn::Min(PlainLanes<std::uint8_t>::load(from), hn::Set(D(), 1));
+  }
+};
+
+// ---- 16-bit floating-point numbers, which accumulate in float32 ----
+
+using WordTag = hn::ScalableTag<std::uint32_t>;
+using FloatTag = hn::ScalableTag<float>;
+using Words = hn::Vec<WordTag>;
+using Floats = hn::Vec<FloatTag>;
+
+// A format converts the numbers in the low or in the high halves of 32-bit words; what the other half holds is ignored,
+// or zero in what comes back. NaNs have been through withPlainNaN.
+struct BFloat16Format {
+  static HWY_INLINE Floats fromLow(Words words) { return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(words)); }
+  static HWY_INLINE Floats fromHigh(Words words) {
+    return hn::BitCast(FloatTag(), hn::And(words, hn::Set(WordTag(), 0xFFFF0000u)));
+  }
+  static HWY_INLINE Words toLow(Floats v) { return hn::ShiftRight<16>(rounded(v)); }
+  static HWY_INLINE Words toHigh(Floats v) { return hn::And(rounded(v), hn::Set(WordTag(), 0xFFFF0000u)); }
+
+ private:
+  // Nearest even in the upper half: a carry goes into the exponent, and from the largest number to infinity.
+  static HWY_INLINE Words rounded(Floats v) {
+    const Words bits = hn::BitCast(WordTag(), v);
+    const Words odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(WordTag(), 1));
+    return hn::Add(bits, hn::Add(odd, hn::Set(WordTag(), 0x7FFF)));
+  }
+};
+
+// Own conversions, because those of Highway without F16C do not round to nearest even. No multiplication meets an
+// addition here or in the caller without integer operations in between, so nothing can be contracted to a fused one.
+struct Float16Format {
+  static HWY_INLINE Floats fromLow(Words words) {
+    const WordTag d;
+    const Words sign = hn::ShiftLeft<16>(hn::And(words, hn::Set(d, 0x8000)));
+    const Words magnitude = hn::And(words, hn::Set(d, 0x7FFF));
+    const Words aligned = hn::ShiftLeft<13>(magnitude);
+    const Words rebias = hn::Set(d, 112u << 23);
+    const Words normal = hn::Add(aligned, rebias);
+    const Words infinite = hn::Add(normal, rebias);
+    // From the integer, not by scaling the bits, which would be a denormal float32 that some threads flush to zero.
+    const hn::RebindToSigned<WordTag> integer;
+    const Floats scaled =
+        hn::Mul(hn::ConvertTo(FloatTag(), hn::BitCast(integer, magnitude)), hn::Set(FloatTag(), 0x1p-24f));
+    Words bits = hn::IfThenElse(less(magnitude, 0x0400), hn::BitCast(d, scaled), normal);
+    bits = hn::IfThenElse(less(magnitude, 0x7C00), bits, infinite);
+    return hn::BitCast(FloatTag(), hn::Or(bits, sign));
+  }
+  static HWY_INLINE Floats fromHigh(Words words) { return fromLow(hn::ShiftRight<16>(words)); }
+
+  static HWY_INLINE Words toLow(Floats v) {
+    const WordTag d;
+    const Words all = hn::BitCast(d, v);
+    const Words sign = hn::And(hn::ShiftRight<16>(all), hn::Set(d, 0x8000));
+    const Words bits = hn::And(all, hn::Set(d, 0x7FFFFFFF));
+    const Words odd = hn::And(hn::ShiftRight<13>(bits), hn::Set(d, 1));
+    const Words rounded = hn::Add(bits, hn::Add(odd, hn::Set(d, 0xFFF)));
+    const Words normal = hn::ShiftRight<13>(hn::Sub(rounded, hn::Set(d, 112u << 23)));
+    // 0.5 has the last bit where denormals of float16 have theirs: the addition rounds to it.
+    const Floats half = hn::Set(FloatTag(), 0.5f);
+    const Words denormal = hn::Sub(hn::BitCast(d, hn::Add(hn::BitCast(FloatTag(), bits), half)), hn::BitCast(d, half));
+    Words magnitude = hn::IfThenElse(less(bits, 0x38800000), denormal, normal);
+    magnitude = hn::IfThenElse(less(bits, 0x47800000), magnitude, hn::Set(d, 0x7C00));
+    magnitude = hn::IfThenElse(less(bits, 0x7F800001), magnitude, hn::Set(d, 0x7E00));
+    return hn::Or(magnitude, sign);
+  }
+  static HWY_INLINE Words toHigh(Floats v) { return hn::ShiftLeft<16>(toLow(v)); }
+
+ private:
+  // Of words without their top bit, so that the signed comparison, which all targets have, will do.
+  static HWY_INLINE hn::Mask<WordTag> less(Words words, std::int32_t bound) {
+    const hn::RebindToSigned<WordTag> d;
+    return hn::RebindMask(WordTag(), hn::Lt(hn::BitCast(d, words), hn::Set(d, bound)));
+  }
+};
+
+#if HWY_TARGET == HWY_SCALAR
+
+// Vectors of one lane cannot be split in two.
+template <typename Format>
+struct HalfLanes : PlainLanes<float> {
+  static constexpr std::size_t kElement = 2;
+  static constexpr std::size_t kBytes = 2;
+  using Bits = PlainLanes<std::uint16_t>;
+
+  static HWY_INLINE Vector load(const std::byte* from) {
+    return Format::fromLow(hn::Set(WordTag(), hn::GetLane(Bits::load(from))));
+  }
+  static HWY_INLINE void store(Vector v, std::byte* to) {
+    Bits::store(hn::Set(Bits::D(), static_cast<std::uint16_t>(hn::GetLane(Format::toLow(v)))), to);
+  }
+  static HWY_INLINE void stream(Vector v, std::byte* to) { store(v, to); }
+};
+
+#else
+
+// Two float32 vectors that hold the elements at even and at odd places, so that none crosses its 32-bit word.
+struct PairOfFloats {
+  struct Vector {
+    Floats first;
+    Floats second;
+  };
+  static constexpr std::size_t kElement = 2;
+  static constexpr std::size_t kBytes = hn::MaxLanes(FloatTag()) * sizeof(float);
+
+  template <typename Op>
+  static HWY_INLINE Vector combine(const Op& op, Vector total, Vector next) {
+    return {op.combine(total.first, next.first), op.combine(total.second, next.second)};
+  }
+  template <typename Op>
+  static HWY_INLINE Vector finish(const Op& op, Vector total) {
+    return {op.finish(total.first), op.finish(total.second)};
+  }
+};
+
+template <typename Format>
+struct HalfLanes : PairOfFloats {
+  using Memory = PlainLanes<std::uint32_t>;
+
+  static HWY_INLINE Vector load(const std::byte* from) {
+    const Words words = Memory::load(from);
+    return {Format::fromLow(words), Format::fromHigh(words)};
+  }
+  static HWY_INLINE Words packed(Vector v) { return hn::Or(Format::toLow(v.first), Format::toHigh(v.second)); }
+  static HWY_INLINE void store(Vector v, std::byte* to) { Memory::store(packed(v), to); }
+  static HWY_INLINE void stream(Vector v, std::byte* to) { Memory::stream(packed(v), to); }
+};
+
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
+
+// F16C converts halves of a vector, in order; it ignores the flushing of denormals and rounds as we want.
+template <>
+struct HalfLanes<Float16Format> : PairOfFloats {
+  using HalfTag = hn::Rebind<hwy::float16_t, FloatTag>;
+  using Memory = PlainLanes<std::uint16_t>;
+
+  static HWY_INLINE Vector load(const std::byte* from) {
+    const auto* numbers = reinterpret_cast<const hwy::float16_t*>(from);
+    return {hn::PromoteTo(FloatTag(), hn::LoadU(HalfTag(), numbers)),
+            hn::PromoteTo(FloatTag(), hn::LoadU(HalfTag(), numbers + hn::MaxLanes(HalfTag())))};
+  }
+  static HWY_INLINE Memory::Vector packed(Vector v) {
+    const hn::RebindToUnsigned<HalfTag> bits;
+    return hn::Combine(Memory::D(), hn::BitCast(bits, hn::DemoteTo(HalfTag(), v.second)),
+                       hn::BitCast(bits, hn::DemoteTo(HalfTag(), v.first)));
+  }
+  static HWY_INLINE void store(Vector v, std::byte* to) { Memory::store(packed(v), to); }
+  static HWY_INLINE void stream(Vector v, std::byte* to) { Memory::stream(packed(v), to); }
+};
+
+#endif
+#endif  // HWY_TARGET == HWY_SCALAR
+
+}  // namespace dc::shm::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // DC_SHM_REDUCE_LANES_INL_H

@@ -1,0 +1,56 @@
+// Memory of this process that its peers can read and write: collectives on tensors that lie here need no staging.
+//
+// One heap per process, because tensors outlive groups and belong to several. Its descriptor is handed to every peer when
+// a group is set up, so that later allocations are local calls and no collectives.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <sys/types.h>
+
+#include "deepcompile/shm/segment.h"
+
+namespace dc::shm {
+
+class SharedHeap {
+ public:
+  // The heap of this process; a forked child gets one of its own.
+  static std::shared_ptr<SharedHeap> ofProcess();
+
+  // `capacity` is address space; memory is taken as it is allocated.
+  explicit SharedHeap(std::int64_t capacity);
+
+  // Memory that exists: throws when there is not enough, and says how much is. Aligned to 128 bytes.
+  std::byte* allocate(std::int64_t bytes);
+  void free(std::byte* block);
+
+  // Where [data, data + bytes) lies in the heap, or -1 when it does not.
+  std::int64_t offsetOf(const void* data, std::int64_t bytes) const {
+    const auto offset = reinterpret_cast<std::intptr_t>(data) - reinterpret_cast<std::intptr_t>(segment_.data());
+    return offset >= 0 && offset + bytes <= segment_.size() ? offset : -1;
+  }
+
+  std::byte* base() const { return segment_.data(); }
+  int descriptor() const { return segment_.descriptor(); }
+  std::int64_t capacity() const { return segment_.size(); }
+  std::int64_t allocated() const;  // bytes in blocks that are in use
+  std::int64_t populated() const;  // bytes of memory that the heap holds
+
+ private:
+  void release(std::int64_t begin, std::int64_t bytes);
+
+  Segment segment_;
+  const pid_t owner_;
+  mutable std::mutex mutex_;
+  std::map<std::int64_t, std::int64_t> free_;  // begin -> bytes, below end_, never adjacent
+  std::map<std::int64_t, std::int64_t> used_;  // begin -> bytes
+  std::int64_t end_ = 0;                       // no block lies above
+  std::int64_t populated_ = 0;                 // [0, populated_) has pages
+  std::int64_t allocated_ = 0;
+};
+
+}  // namespace dc::shm

@@ -1,0 +1,26 @@
+// The sizes at which collectives change their way. Measured when a group is set up, and the same on all ranks.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+namespace dc::shm {
+
+struct Tuning {
+  // An all-reduce of up to so many bytes is done in one step: every rank reads and reduces everything.
+  std::int64_t one_step_bytes = 16 << 10;
+  // What a rank stages in one turn of a longer collective. At most the size of a slot.
+  std::int64_t chunk_bytes = 128 << 10;
+  // Results of at least so many bytes are written past the caches.
+  std::int64_t streaming_bytes = std::numeric_limits<std::int64_t>::max();
+
+  bool operator==(const Tuning&) const = default;
+};
+
+class Group;
+
+// Collective: measures on the group itself. Rank 0 decides.
+Tuning measureTuning(Group& group);
+
+}  // namespace dc::shm
