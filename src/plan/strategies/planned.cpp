@@ -86,6 +86,7 @@ void climb(const Problem& problem, const Facts& facts, Search& search, int most)
       s.make_room =
           s.make_room == 0 ? std::min(facts.states, crossing(cost.machine().to_device.bandwidth)) : s.make_room / 2;
     });
+    vary([&](Settings& s) { s.farthest = !s.farthest; });
     vary([&](Settings& s) { s.gather_bucket *= 4, s.reduce_bucket *= 2; });
     vary([&](Settings& s) { s.reserve /= 2; }) || vary([&](Settings& s) { s.reserve *= 2; });
     vary([&](Settings& s) {

@@ -14,6 +14,7 @@ struct Settings {
   Bytes reduce_bucket = 0;   // reductions are fused up to this size
   int stretch = 1000;        // how much longer than alone a gather is expected to take, in thousandths
   Bytes pending = 0;         // gradients that may wait for their reduction at any time, beside the newest bucket
+  bool farthest = false;     // where memory is short, what is used again last leaves first
   Bytes make_room = 0;       // optimizer states to offload beyond what the budget forces
   Bytes make_room_each = 0;  // activations to offload in every micro-batch beyond what the budget forces
 };
@@ -55,6 +56,8 @@ class ScheduleBuilder {
   void requireFit();
   void keepInBlocks();
   void keepGathered();
+  std::vector<Gap> gapsToKeep();
+  void keepUntilFull(const std::vector<Gap>& gaps);
   void makeResidencies();
   void prefetch();
   std::vector<Bucket> bucketGathers();
