@@ -89,7 +89,7 @@ std::vector<ScheduleBuilder::Gap> ScheduleBuilder::gapsToKeep() {
 
 // Walks through the step and keeps everything; where memory is full, what is used again last leaves.
 // When every gather delays the step alike, no rule saves more of them (for parameters of one size).
-void ScheduleBuilder::keepUntilFull(const std::vector<Gap>& gaps) {
+void ScheduleBuilder::keepUntilFull(std::span<const Gap> gaps) {
   std::vector<std::pair<Index, Index>> pairs;
   pairs.reserve(gaps.size());
   for (std::size_t g = 0; g < gaps.size(); ++g) {
@@ -132,11 +132,17 @@ void ScheduleBuilder::keepUntilFull(const std::vector<Gap>& gaps) {
 void ScheduleBuilder::keepGathered() {
   std::vector<Gap> gaps = gapsToKeep();
   if (settings_.farthest) {
-    keepUntilFull(gaps);
+    const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.lifetime == 0; });
+    keepIfFits({gaps.begin(), free});
+    keepUntilFull({free, gaps.end()});
   }
   std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
     return static_cast<Wide>(a.value) * b.lifetime > static_cast<Wide>(b.value) * a.lifetime;
   });
+  keepIfFits(gaps);
+}
+
+void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
   for (const Gap& gap : gaps) {
     if (kept_[gap.use] != 0) {
       continue;
