@@ -51,6 +51,7 @@ bench: build
 	for benchmark in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
 
 peers: $(SETUP)
+	scripts/system-packages peers
 	$(PYTHON) -m pip install -q -r benchmarks/requirements-peers.txt
 
 sanitize: $(SETUP)

@@ -50,16 +50,12 @@ class Report:
         if not reached:
             self.misses.append(description)
 
-    def finish(self, json_path: str | None) -> int:
-        """Prints, writes, and returns the exit status: 1 when a bar was missed, 2 when a peer was missing."""
-        table = Table(title=self.title)
-        for column in ("case", "deepcompile", "unit", "peer", "peer's", "ratio"):
-            table.add_column(column, justify="left" if column in ("case", "unit", "peer") else "right")
-        for row in self.rows:
-            peer_value = "" if row.peer_value is None else f"{row.peer_value:.2f}"
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-            table.add_row(row.case, f"{row.value:.2f}", row.unit, row.peer, peer_value, ratio)
-        Console(width=130).print(table)
+    def finish(self, json_path: str | None, tables: list[Table] | None = None) -> int:
+        """Prints (``tables``, if given, in place of the rows), writes, and returns the exit status: 1 when a bar was missed,
+        2 when a peer was missing.
+        """
+        for table in [self._table()] if tables is None else tables:
+            Console(width=130).print(table)
         for miss in self.misses:
             print(f"BAR MISSED: {miss}")
         for peer in self.missing_peers:
@@ -68,6 +64,16 @@ class Report:
             with open(json_path, "w") as file:
                 json.dump({"machine": machine(), "rows": [asdict(row) for row in self.rows]}, file, indent=2)
         return 1 if self.misses else 2 if self.missing_peers else 0
+
+    def _table(self) -> Table:
+        table = Table(title=self.title)
+        for column in ("case", "deepcompile", "unit", "peer", "peer's", "ratio"):
+            table.add_column(column, justify="left" if column in ("case", "unit", "peer") else "right")
+        for row in self.rows:
+            peer_value = "" if row.peer_value is None else f"{row.peer_value:.2f}"
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            table.add_row(row.case, f"{row.value:.2f}", row.unit, row.peer, peer_value, ratio)
+        return table
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -50,7 +50,7 @@ void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
         std::byte* place = call.stage(turn, slot);
         source.take(chunk, [&](std::byte* data, std::int64_t bytes) {
           copyInto(destinations[static_cast<std::size_t>(me)], data, bytes, streaming);
-          shm::copy(place, data, bytes);
+          copyBytes(place, data, bytes, call.stagesPastCaches());
           place += bytes;
         });
       },

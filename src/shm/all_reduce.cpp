@@ -11,6 +11,8 @@
 namespace dc::shm {
 namespace {
 
+constexpr std::int64_t kBlockBytes = 8192;
+
 struct AllReduce {
   Group& group;
   const std::byte* in;
@@ -35,7 +37,7 @@ void inOneStep(const AllReduce& task, Call& call) {
   const std::uint64_t turn = call.nextTurn();
   const int ranks = call.ranks();
   if (ranks > 1) {
-    std::memcpy(call.stage(turn, task.bytes()), task.in, static_cast<std::size_t>(task.bytes()));
+    copyBytes(call.stage(turn, task.bytes()), task.in, task.bytes(), call.stagesPastCaches());
   }
   call.post(turn);
   call.awaitPosts(turn);
@@ -46,7 +48,7 @@ void inOneStep(const AllReduce& task, Call& call) {
   for (int r = 0; r < ranks; ++r) {
     inputs[r] = r == call.rank() ? task.in : call.staged(r, turn, task.bytes());
   }
-  shm::reduce(task.op, task.dtype, {inputs, static_cast<std::size_t>(ranks)}, {&task.out, 1}, task.count);
+  reduceRanks(task.op, task.dtype, {inputs, static_cast<std::size_t>(ranks)}, {&task.out, 1}, task.count);
 }
 
 // All ranks' tensors lie in shared memory: each rank reduces its part, and writes the result to everybody.
@@ -61,19 +63,21 @@ void onSharedTensors(const AllReduce& task, Call& call, const Offers& offers) {
     inputs.push_back(offers.at(r, 0) + begin * task.element);
     outputs.push_back(offers.at(r, 1) + begin * task.element);
   }
-  shm::reduce(task.op, task.dtype, inputs, outputs, elements, task.streams());
+  reduceRanks(task.op, task.dtype, inputs, outputs, elements, task.streams());
   meet(call);
 }
 
 // Two steps through slots that stay in cache. A piece has one part for each rank: a rank stages the parts of its peers,
-// reduces its own over what they staged, and copies the parts that they reduced. The three steps of different pieces overlap.
+// reduces its own over what they staged, and copies the parts that they reduced. The three steps of different pieces
+// overlap.
 class InTwoSteps {
  public:
   InTwoSteps(const AllReduce& task, Call& call)
       : task_(task), call_(call), inputs_(static_cast<std::size_t>(call.ranks())) {
     const int ranks = call.ranks();
     const std::int64_t unit = kLine / task.element;
-    const std::int64_t room = std::min(task.group.tuning().chunk_bytes / (ranks - 1), task.group.layout().resultBytes());
+    const std::int64_t room =
+        std::min(task.group.tuning().chunk_bytes / (ranks - 1), task.group.layout().resultBytes());
     const std::int64_t most = std::max(room / task.element / unit, std::int64_t{1}) * unit;
     pieces_ = std::max<std::int64_t>(1, (task.count + ranks * most - 1) / (ranks * most));
     part_ = std::min(most, partElements(task, static_cast<int>(std::min<std::int64_t>(pieces_, 1 << 20)) * ranks));
@@ -95,7 +99,7 @@ class InTwoSteps {
 
  private:
   struct Part {
-    std::int64_t begin;     // bytes from the start of the tensor
+    std::int64_t begin;  // bytes from the start of the tensor
     std::int64_t elements;
   };
   Part part(std::int64_t piece, int rank) const {
@@ -117,7 +121,8 @@ class InTwoSteps {
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
         const Part p = part(piece, r);
-        shm::copy(slot + place(call_.rank(), r), task_.in + p.begin, p.elements * task_.element);
+        copyBytes(slot + place(call_.rank(), r), task_.in + p.begin, p.elements * task_.element,
+                  call_.stagesPastCaches());
       }
     }
     call_.post(turn);
@@ -132,8 +137,20 @@ class InTwoSteps {
       inputs_[static_cast<std::size_t>(r)] =
           r == me ? task_.in + p.begin : call_.staged(r, turn, stagedBytes()) + place(r, me);
     }
-    const std::array<std::byte*, 2> outputs = {call_.result(me, turn), task_.out + p.begin};
-    shm::reduce(task_.op, task_.dtype, inputs_, outputs, p.elements);
+    // Block by block, so that what is copied to the result slot is still in the nearest cache.
+    const std::int64_t block = kBlockBytes / task_.element;
+    std::byte* own = task_.out + p.begin;
+    std::byte* shared = call_.result(me, turn);
+    for (std::int64_t done = 0; done < p.elements; done += block) {
+      const std::int64_t elements = std::min(block, p.elements - done);
+      reduceRanks(task_.op, task_.dtype, inputs_, {&own, 1}, elements);
+      copyBytes(shared, own, elements * task_.element, call_.stagesPastCaches());
+      for (const std::byte*& input : inputs_) {
+        input += elements * task_.element;
+      }
+      own += elements * task_.element;
+      shared += elements * task_.element;
+    }
     call_.postResult(turn);
   }
 
@@ -143,7 +160,7 @@ class InTwoSteps {
       if (r != call_.rank()) {
         const Part p = part(piece, r);
         call_.awaitResult(r, turn);
-        shm::copy(task_.out + p.begin, call_.result(r, turn), p.elements * task_.element, task_.streams());
+        copyBytes(task_.out + p.begin, call_.result(r, turn), p.elements * task_.element, task_.streams());
       }
     }
   }

@@ -26,7 +26,8 @@ std::int64_t agreeOnSizes(Group& group, Call& call, const RunTable& from, const 
   call.awaitPosts(turn);
   std::vector<std::int64_t> all(ranks * 2 * ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
-    std::memcpy(all.data() + r * 2 * ranks, call.staged(static_cast<int>(r), turn, bytes), static_cast<std::size_t>(bytes));
+    std::memcpy(all.data() + r * 2 * ranks, call.staged(static_cast<int>(r), turn, bytes),
+                static_cast<std::size_t>(bytes));
   }
   std::int64_t largest = 0;
   for (std::size_t sender = 0; sender < ranks; ++sender) {
@@ -34,8 +35,8 @@ std::int64_t agreeOnSizes(Group& group, Call& call, const RunTable& from, const 
       const std::int64_t sent = all[sender * 2 * ranks + reader];
       const std::int64_t expected = all[reader * 2 * ranks + ranks + sender];
       check(sent == expected, [&] {
-        return concat("all_to_all in group '", group.name(), "': rank ", sender, " sends ", sent, " bytes to rank ", reader,
-                      ", which expects ", expected);
+        return concat("all_to_all in group '", group.name(), "': rank ", sender, " sends ", sent, " bytes to rank ",
+                      reader, ", which expects ", expected);
       });
       largest = std::max(largest, sent);
     }
@@ -65,10 +66,11 @@ void allToAll(Group& group, const RunTable& from, const RunTable& to) {
   pipeline(
       call, chunksFor(largest, part),
       [&](std::int64_t, std::uint64_t turn) {
+        std::byte* own = call.stage(turn, slot);
         for (int r = 0; r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != me) {
-            copyOut(call.stage(turn, slot) + place(me, r), source, part);
+            copyOut(own + place(me, r), source, part, call.stagesPastCaches());
             continue;
           }
           source.take(part, [&](std::byte* data, std::int64_t bytes) {

@@ -1,6 +1,6 @@
-// The collectives of a group. All block until the result is there and the caller's memory is its own again. Reductions take
-// the ranks' values in rank order, 16-bit types in fp32 with one rounding at the end, so all ranks hold the same bits,
-// whatever the way that the data took. Sizes may be zero; nothing needs alignment.
+// The collectives of a group. All block until the result is there and the caller's memory is its own again. Reductions
+// take the ranks' values in rank order, 16-bit types in fp32 with one rounding at the end, so all ranks hold the same
+// bits, whatever the way that the data took. Sizes may be zero; nothing needs alignment.
 //
 // Errors (a peer is gone, does not come in time, or means another call) poison the group: see group.h.
 #pragma once

@@ -1,9 +1,9 @@
 // A file descriptor with one owner.
 #pragma once
 
-#include <utility>
-
 #include <unistd.h>
+
+#include <utility>
 
 namespace dc::shm {
 

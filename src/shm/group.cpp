@@ -1,14 +1,14 @@
 #include "deepcompile/shm/group.h"
 
+#include <poll.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
 #include <fstream>
 #include <map>
-
-#include <poll.h>
-#include <unistd.h>
 
 #include "deepcompile/base/error.h"
 

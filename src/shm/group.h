@@ -1,7 +1,8 @@
 // Ranks that share memory. A group is an ordered channel: all ranks call the same collectives in the same order
 // (collectives.h); calls from several threads are served one at a time.
 //
-// After an error the group is poisoned: every rank's pending and later calls throw the first error. Never a wrong number.
+// After an error the group is poisoned: every rank's pending and later calls throw the first error. Never a wrong
+// number.
 #pragma once
 
 #include <chrono>
@@ -22,16 +23,16 @@
 namespace dc::shm {
 
 struct GroupOptions {
-  std::string name = "default";            // in errors
+  std::string name = "default";                // in errors
   std::chrono::milliseconds timeout{300'000};  // of every wait
-  std::int64_t slot_bytes = 256 << 10;     // of shared memory for one rank and turn; there are up to 8
-  std::optional<Tuning> tuning;            // measured when not given
+  std::int64_t slot_bytes = 256 << 10;         // of shared memory for one rank and turn; there are up to 8
+  std::optional<Tuning> tuning;                // measured when not given
 };
 
 class Group final : private Watch {
  public:
-  // Collective. No group, and the reason, where the ranks do not share this host: the same answer on all ranks. Throws on
-  // all ranks when the set-up fails otherwise.
+  // Collective. No group, and the reason, where the ranks do not share this host: the same answer on all ranks. Throws
+  // on all ranks when the set-up fails otherwise.
   static std::unique_ptr<Group> open(Rendezvous& rendezvous, int rank, int size, const GroupOptions& options,
                                      std::string& reason);
   // Ranks that are threads of this process; by rank.
@@ -50,7 +51,9 @@ class Group final : private Watch {
   // All ranks must set the same.
   void setTuning(const Tuning& tuning) { tuning_ = tuning; }
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count(), std::memory_order_relaxed); }
-  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed)); }
+  std::chrono::milliseconds timeout() const {
+    return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed));
+  }
   const Patience& patience() const { return patience_; }
 
   // Where this rank's memory can be taken as it is by its peers.
@@ -86,19 +89,20 @@ class Group final : private Watch {
   const std::string name_;
   const std::shared_ptr<Segment> memory_;
   const std::shared_ptr<SharedHeap> heap_;
-  std::vector<Segment> heaps_;               // of peers
-  std::vector<std::byte*> heap_bases_;       // by rank
-  std::vector<Descriptor> processes_;        // by rank; empty where the system does not tell
+  std::vector<Segment> heaps_;          // of peers
+  std::vector<std::byte*> heap_bases_;  // by rank
+  std::vector<Descriptor> processes_;   // by rank; empty where the system does not tell
   const Patience patience_;
-  const pid_t owner_;                        // a forked child must not speak for the rank
-  std::atomic<std::int64_t> timeout_;        // milliseconds
+  const pid_t owner_;                  // a forked child must not speak for the rank
+  std::atomic<std::int64_t> timeout_;  // milliseconds
   Tuning tuning_;
 
-  std::mutex mutex_;                         // one call at a time
-  std::uint64_t turn_ = 0;                   // the last that this rank has begun
-  Meaning meaning_;                          // of the call in progress
-  int awaited_ = -1;                         // the rank that the call in progress waits for
+  std::mutex mutex_;        // one call at a time
+  std::uint64_t turn_ = 0;  // the last that this rank has begun
+  Meaning meaning_;         // of the call in progress
+  int awaited_ = -1;        // the rank that the call in progress waits for
   std::string hopeless_because_;
+  StagingChoice staging_;
 };
 
 // One collective call in progress: it holds the group. When it ends by an exception the group is poisoned, because the
@@ -115,7 +119,18 @@ class Call {
   std::uint64_t nextTurn() { return ++group_.turn_; }
 
   // Where this rank puts the `bytes` bytes that its peers read in `turn`.
-  std::byte* stage(std::uint64_t turn, std::int64_t bytes) const { return at(group_.rank_, turn, bytes); }
+  std::byte* stage(std::uint64_t turn, std::int64_t bytes) {
+    std::byte* slot = at(group_.rank_, turn, bytes);
+    if (bytes >= StagingChoice::kLeastBytes) {
+      group_.staging_.probe(slot);
+    }
+    return slot;
+  }
+  // Whether to write it past the caches.
+  bool stagesPastCaches() const {
+    const Staging staging = group_.tuning_.staging;
+    return staging == Staging::Adaptive ? group_.staging_.pastCaches() : staging == Staging::PastCaches;
+  }
   // Tells the peers that the stage of `turn` is written.
   void post(std::uint64_t turn);
   // Returns when every peer has posted `turn`, and meant the same.

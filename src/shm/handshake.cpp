@@ -1,13 +1,13 @@
 #include "deepcompile/shm/handshake.h"
 
+#include <fcntl.h>
+#include <sys/random.h>
+
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <functional>
 #include <new>
-
-#include <fcntl.h>
-#include <sys/random.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/shm/local_socket.h"
@@ -157,10 +157,11 @@ class Host {
 
 void checkHeader(const Segment& segment, const Layout& layout) {
   const auto* header = reinterpret_cast<const Header*>(segment.data());
-  check(segment.size() == layout.size() && header->magic == kMagic && header->ranks == layout.ranks &&
-            header->slot_bytes == layout.slot_bytes && header->mailbox_bytes == layout.mailbox_bytes,
-        "rank 0 laid the group's shared memory out differently: all ranks must run the same version of deepcompile with "
-        "the same settings");
+  check(
+      segment.size() == layout.size() && header->magic == kMagic && header->ranks == layout.ranks &&
+          header->slot_bytes == layout.slot_bytes && header->mailbox_bytes == layout.mailbox_bytes,
+      "rank 0 laid the group's shared memory out differently: all ranks must run the same version of deepcompile with "
+      "the same settings");
 }
 
 std::optional<Handshake> visit(Rendezvous& rendezvous, int rank, const Layout& layout, int heap, Millis timeout,

@@ -3,10 +3,10 @@
 //
 //   Header | RankBlock of rank 0 | ... | RankBlock of rank N-1 | slots of rank 0 | ... | slots of rank N-1 | mailboxes
 //
-// Collectives proceed in turns, numbered from 1 over the life of the group and the same on all ranks. In its turn a rank
-// writes its slot, then its post. Slots and posts form a ring of kRing turns. Why a slot may be written again without
-// asking: before a rank writes turn t it has seen every peer's post of turn t - 2, and a peer that posts turn u has done
-// reading all stage slots up to u - 2 and all result slots up to u - 3. (pipeline.h keeps both rules.)
+// Collectives proceed in turns, numbered from 1 over the life of the group and the same on all ranks. In its turn a
+// rank writes its slot, then its post. Slots and posts form a ring of kRing turns. Why a slot may be written again
+// without asking: before a rank writes turn t it has seen every peer's post of turn t - 2, and a peer that posts turn u
+// has done reading all stage slots up to u - 2 and all result slots up to u - 3. (pipeline.h keeps both rules.)
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,8 @@ struct alignas(kLine) Post {
 };
 static_assert(sizeof(Post) == kLine);
 
-// Counts turns; `value` is released. Peers that sleep on a post or a counter of this rank announce themselves in `sleepers`.
+// Counts turns; `value` is released. Peers that sleep on a post or a counter of this rank announce themselves in
+// `sleepers`.
 struct alignas(kLine) Counter {
   std::atomic<std::uint64_t> value;
 };

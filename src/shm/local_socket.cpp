@@ -1,14 +1,14 @@
 #include "deepcompile/shm/local_socket.h"
 
-#include <algorithm>
-#include <cerrno>
-#include <cstddef>
-#include <cstring>
-
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
 
 #include "deepcompile/base/error.h"
 
@@ -128,7 +128,8 @@ std::string LocalSocket::receive(std::vector<Descriptor>& descriptors, Clock::ti
   message.msg_controllen = sizeof(control);
   const ssize_t size = ::recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC);
   // Descriptors that arrived are owned from here on, also when the message turns out to be bad.
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); size >= 0 && header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); size >= 0 && header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) {
       continue;
     }

@@ -1,5 +1,5 @@
-// Unix sockets in the abstract namespace, which hand descriptors over. They have no file, and reach only processes of the
-// same host and network namespace: that a connection succeeds is the proof that two ranks share a host.
+// Unix sockets in the abstract namespace, which hand descriptors over. They have no file, and reach only processes of
+// the same host and network namespace: that a connection succeeds is the proof that two ranks share a host.
 #pragma once
 
 #include <chrono>

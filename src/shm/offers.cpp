@@ -23,7 +23,8 @@ std::uint64_t shapeOf(Runs runs) {
 }  // namespace
 
 Offers exchangeOffers(Call& call, Group& group, Runs runs) {
-  // The shape, then the offset of every run in the rank's heap. Always in the slot: ranks may differ in the number of runs.
+  // The shape, then the offset of every run in the rank's heap. Always in the slot: ranks may differ in the number of
+  // runs.
   const std::int64_t room = group.layout().slot_bytes;
   const std::uint64_t turn = call.nextTurn();
   std::byte* own = call.stage(turn, room);

@@ -1,4 +1,5 @@
-// Tensors that lie in shared memory are offered to the peers as they are. One turn tells every rank where the others' lie.
+// Tensors that lie in shared memory are offered to the peers as they are. One turn tells every rank where the others'
+// lie.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,9 @@ class Offers {
   // True when every rank has offered all of its runs.
   explicit operator bool() const { return !addresses_.empty(); }
   // Run `index` of `rank`, in this process's address space.
-  std::byte* at(int rank, std::size_t index) const { return addresses_[static_cast<std::size_t>(rank) * runs_ + index]; }
+  std::byte* at(int rank, std::size_t index) const {
+    return addresses_[static_cast<std::size_t>(rank) * runs_ + index];
+  }
 
  private:
   friend Offers exchangeOffers(Call& call, Group& group, Runs runs);
@@ -22,8 +25,8 @@ class Offers {
   std::vector<std::byte*> addresses_;
 };
 
-// One turn. There are offers when all ranks give runs of the same sizes and all of them lie in shared memory. The caller then
-// ends with `meet`, so that no rank changes its tensors while others still read them.
+// One turn. There are offers when all ranks give runs of the same sizes and all of them lie in shared memory. The
+// caller then ends with `meet`, so that no rank changes its tensors while others still read them.
 Offers exchangeOffers(Call& call, Group& group, Runs runs);
 
 }  // namespace dc::shm

@@ -8,8 +8,8 @@
 
 namespace dc::shm {
 
-// stage(chunk, turn) writes this rank's slot; consume(chunk, turn) reads the peers'. At least one chunk, also for no data:
-// that is how the ranks learn that they mean the same.
+// stage(chunk, turn) writes this rank's slot; consume(chunk, turn) reads the peers'. At least one chunk, also for no
+// data: that is how the ranks learn that they mean the same.
 template <typename Stage, typename Consume>
 void pipeline(Call& call, std::int64_t chunks, Stage&& stage, Consume&& consume) {
   std::uint64_t turn = call.nextTurn();

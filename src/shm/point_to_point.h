@@ -40,6 +40,7 @@ class Messenger {
  private:
   class Mover;
   void start();
+  void run();
 
   Group& group_;
   std::mutex mutex_;

@@ -22,7 +22,7 @@ void reduce(Group& group, const void* in, void* out, std::int64_t count, DType d
       call, chunksFor(total, chunk),
       [&](std::int64_t piece, std::uint64_t turn) {
         if (group.rank() != root) {
-          shm::copy(call.stage(turn, slot), source + piece * chunk, bytes(piece));
+          copyBytes(call.stage(turn, slot), source + piece * chunk, bytes(piece), call.stagesPastCaches());
         }
       },
       [&](std::int64_t piece, std::uint64_t turn) {
@@ -33,7 +33,7 @@ void reduce(Group& group, const void* in, void* out, std::int64_t count, DType d
           inputs[static_cast<std::size_t>(r)] = r == root ? source + piece * chunk : call.staged(r, turn, slot);
         }
         std::byte* result = destination + piece * chunk;
-        shm::reduce(op, dtype, inputs, {&result, 1}, bytes(piece) / sizeOf(dtype));
+        reduceRanks(op, dtype, inputs, {&result, 1}, bytes(piece) / sizeOf(dtype));
       });
 }
 

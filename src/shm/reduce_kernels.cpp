@@ -28,15 +28,6 @@ constexpr std::size_t kLine = 64;  // bytes; at least a vector of every target
 
 HWY_INLINE std::size_t bytesToLine(const std::byte* p) { return -reinterpret_cast<std::uintptr_t>(p) % kLine; }
 
-template <typename Lanes>
-HWY_INLINE void put(typename Lanes::Vector v, std::byte* to, bool streaming) {
-  if (streaming) {
-    Lanes::stream(v, to);
-  } else {
-    Lanes::store(v, to);
-  }
-}
-
 // The bytes [at, at + size) of all buffers, less than a vector of them: by way of a full one, so that the same
 // instructions make the same bits.
 template <typename Lanes, typename Op>
@@ -48,7 +39,7 @@ void reducePart(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, st
     std::memcpy(padded, input + at, size);
     total = Lanes::combine(op, total, Lanes::load(padded));
   }
-  Lanes::store(Lanes::finish(op, total), padded);
+  Lanes::Memory::store(Lanes::finish(op, total), padded);
   for (std::byte* output : outputs) {
     std::memcpy(output + at, padded, size);
   }
@@ -57,6 +48,7 @@ void reducePart(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, st
 // The bytes [at, end) of all buffers. Totals stay in registers over all inputs; four of them hide the latencies.
 template <typename Lanes, typename Op>
 void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, std::size_t end, bool streaming) {
+  using Memory = typename Lanes::Memory;
   constexpr std::size_t kStep = Lanes::kBytes;
   for (; end - at >= 4 * kStep; at += 4 * kStep) {
     const std::byte* first = inputs[0] + at;
@@ -71,16 +63,23 @@ void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, s
       c = Lanes::combine(op, c, Lanes::load(next + 2 * kStep));
       d = Lanes::combine(op, d, Lanes::load(next + 3 * kStep));
     }
-    a = Lanes::finish(op, a);
-    b = Lanes::finish(op, b);
-    c = Lanes::finish(op, c);
-    d = Lanes::finish(op, d);
+    const auto x = Lanes::finish(op, a);
+    const auto y = Lanes::finish(op, b);
+    const auto z = Lanes::finish(op, c);
+    const auto w = Lanes::finish(op, d);
     for (std::byte* output : outputs) {
       std::byte* to = output + at;
-      put<Lanes>(a, to, streaming);
-      put<Lanes>(b, to + kStep, streaming);
-      put<Lanes>(c, to + 2 * kStep, streaming);
-      put<Lanes>(d, to + 3 * kStep, streaming);
+      if (streaming) {
+        Memory::stream(x, to);
+        Memory::stream(y, to + kStep);
+        Memory::stream(z, to + 2 * kStep);
+        Memory::stream(w, to + 3 * kStep);
+      } else {
+        Memory::store(x, to);
+        Memory::store(y, to + kStep);
+        Memory::store(z, to + 2 * kStep);
+        Memory::store(w, to + 3 * kStep);
+      }
     }
   }
   for (; at < end; at += kStep) {
@@ -212,8 +211,8 @@ HWY_EXPORT(reduceOnTarget);
 HWY_EXPORT(streamOnTarget);
 HWY_EXPORT(nameOfTarget);
 
-void reduce(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs, std::span<std::byte* const> outputs,
-            std::int64_t count, bool streaming) {
+void reduceRanks(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs,
+                 std::span<std::byte* const> outputs, std::int64_t count, bool streaming) {
   check(supports(op, dtype), [&] { return concat("shm::reduce: no ", name(op), " of ", name(dtype)); });
   check(!inputs.empty() && !outputs.empty() && count >= 0, [&] {
     return concat("shm::reduce: ", inputs.size(), " inputs, ", outputs.size(), " outputs and ", count,
@@ -225,7 +224,7 @@ void reduce(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs, 
   }
 }
 
-void copy(std::byte* to, const std::byte* from, std::int64_t bytes, bool streaming) {
+void copyBytes(std::byte* to, const std::byte* from, std::int64_t bytes, bool streaming) {
   check(bytes >= 0, [&] { return concat("shm::copy: ", bytes, " bytes"); });
   const auto size = static_cast<std::size_t>(bytes);
   if (size == 0) {  // the pointers may be null then, which memcpy does not take

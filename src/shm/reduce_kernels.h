@@ -28,11 +28,11 @@ namespace dc::shm {
 // to outputs that are all equally far from a multiple of 64 bytes, a multiple of the element. Such stores are done
 // before the function returns, as seen by one who acquires what the caller releases afterwards. Throws dc::Error if
 // `op` does not support `dtype` or there is no input or no output.
-void reduce(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs, std::span<std::byte* const> outputs,
-            std::int64_t count, bool streaming = false);
+void reduceRanks(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs,
+                 std::span<std::byte* const> outputs, std::int64_t count, bool streaming = false);
 
 // memcpy, with the meaning of `streaming` as above. The regions do not overlap.
-void copy(std::byte* to, const std::byte* from, std::int64_t bytes, bool streaming = false);
+void copyBytes(std::byte* to, const std::byte* from, std::int64_t bytes, bool streaming = false);
 
 // The instruction set that reduce and copy use, for logs and tests: "AVX3", "AVX2", "SSE4", "SCALAR", "NEON". Tests
 // choose another one by hwy::SetSupportedTargetsForTest.

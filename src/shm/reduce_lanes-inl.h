@@ -2,9 +2,10 @@
 // once per SIMD target, by reduce_kernels.cpp alone.
 //
 // A kind of lanes has
-//   Vector                what is accumulated; kBytes of memory fill one
-//   load, store, stream   from and to memory; only stream needs the alignment (64 bytes)
-//   combine, finish       an Op applied to all parts of a Vector
+//   Memory    the PlainLanes of what lies in memory, kBytes of it at a time
+//   load      that to a Vector, which is what is accumulated
+//   combine   an Op applied to two Vectors
+//   finish    the end of the Op, and back to a vector of Memory
 
 // Not a #pragma once: each target includes the file again.
 #if defined(DC_SHM_REDUCE_LANES_INL_H) == defined(HWY_TARGET_TOGGLE)
@@ -140,12 +141,14 @@ struct Xor : Sum {
 
 template <typename T>
 struct PlainLanes {
+  using Memory = PlainLanes;
   using D = hn::ScalableTag<T>;
   using Vector = hn::Vec<D>;
   static constexpr std::size_t kElement = sizeof(T);
   static constexpr std::size_t kBytes = hn::MaxLanes(D()) * sizeof(T);
 
   static HWY_INLINE Vector load(const std::byte* from) { return hn::LoadU(D(), reinterpret_cast<const T*>(from)); }
+  // stream needs aligned memory, store does not.
   static HWY_INLINE void store(Vector v, std::byte* to) { hn::StoreU(v, D(), reinterpret_cast<T*>(to)); }
   static HWY_INLINE void stream(Vector v, std::byte* to) { hn::Stream(v, D(), reinterpret_cast<T*>(to)); }
 
@@ -172,23 +175,32 @@ using FloatTag = hn::ScalableTag<float>;
 using Words = hn::Vec<WordTag>;
 using Floats = hn::Vec<FloatTag>;
 
-// A format converts the numbers in the low or in the high halves of 32-bit words; what the other half holds is ignored,
-// or zero in what comes back. NaNs have been through withPlainNaN.
+// A format converts the numbers in the low or in the high halves of 32-bit words; fromLow and fromHigh ignore what the
+// other half holds, toLow makes it zero. NaNs have been through withPlainNaN.
 struct BFloat16Format {
   static HWY_INLINE Floats fromLow(Words words) { return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(words)); }
   static HWY_INLINE Floats fromHigh(Words words) {
     return hn::BitCast(FloatTag(), hn::And(words, hn::Set(WordTag(), 0xFFFF0000u)));
   }
-  static HWY_INLINE Words toLow(Floats v) { return hn::ShiftRight<16>(rounded(v)); }
-  static HWY_INLINE Words toHigh(Floats v) { return hn::And(rounded(v), hn::Set(WordTag(), 0xFFFF0000u)); }
-
- private:
-  // Nearest even in the upper half: a carry goes into the exponent, and from the largest number to infinity.
-  static HWY_INLINE Words rounded(Floats v) {
+  // Nearest even: the upper half, plus the carry of its last bit and 0x7FFF added to the lower half. That carry may go
+  // on into the exponent, and from the largest number to infinity.
+  static HWY_INLINE Words toLow(Floats v) {
     const Words bits = hn::BitCast(WordTag(), v);
     const Words odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(WordTag(), 1));
-    return hn::Add(bits, hn::Add(odd, hn::Set(WordTag(), 0x7FFF)));
+    return hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(WordTag(), 0x7FFF))));
   }
+#if HWY_TARGET != HWY_SCALAR
+  // The same for both at once. The average, (a + b + 1) / 2 without overflow, has the carry as its top bit.
+  static HWY_INLINE Words packed(Floats low, Floats high) {
+    const hn::Repartition<std::uint16_t, WordTag> d;
+    const Words l = hn::BitCast(WordTag(), low);
+    const Words h = hn::BitCast(WordTag(), high);
+    const auto upper = hn::OddEven(hn::BitCast(d, h), hn::BitCast(d, hn::ShiftRight<16>(l)));
+    const auto lower = hn::OddEven(hn::BitCast(d, hn::ShiftLeft<16>(h)), hn::BitCast(d, l));
+    const auto added = hn::Or(hn::And(upper, hn::Set(d, 1)), hn::Set(d, 0x7FFE));
+    return hn::BitCast(WordTag(), hn::Add(upper, hn::ShiftRight<15>(hn::AverageRound(lower, added))));
+  }
+#endif
 };
 
 // Own conversions, because those of Highway without F16C do not round to nearest even. No multiplication meets an
@@ -228,7 +240,7 @@ struct Float16Format {
     magnitude = hn::IfThenElse(less(bits, 0x7F800001), magnitude, hn::Set(d, 0x7E00));
     return hn::Or(magnitude, sign);
   }
-  static HWY_INLINE Words toHigh(Floats v) { return hn::ShiftLeft<16>(toLow(v)); }
+  static HWY_INLINE Words packed(Floats low, Floats high) { return hn::Or(toLow(low), hn::ShiftLeft<16>(toLow(high))); }
 
  private:
   // Of words without their top bit, so that the signed comparison, which all targets have, will do.
@@ -242,41 +254,43 @@ struct Float16Format {
 
 // Vectors of one lane cannot be split in two.
 template <typename Format>
-struct HalfLanes : PlainLanes<float> {
+struct HalfLanes {
+  using Memory = PlainLanes<std::uint16_t>;
+  using Vector = Floats;
   static constexpr std::size_t kElement = 2;
-  static constexpr std::size_t kBytes = 2;
-  using Bits = PlainLanes<std::uint16_t>;
+  static constexpr std::size_t kBytes = Memory::kBytes;
 
   static HWY_INLINE Vector load(const std::byte* from) {
-    return Format::fromLow(hn::Set(WordTag(), hn::GetLane(Bits::load(from))));
+    return Format::fromLow(hn::Set(WordTag(), hn::GetLane(Memory::load(from))));
   }
-  static HWY_INLINE void store(Vector v, std::byte* to) {
-    Bits::store(hn::Set(Bits::D(), static_cast<std::uint16_t>(hn::GetLane(Format::toLow(v)))), to);
+  template <typename Op>
+  static HWY_INLINE Vector combine(const Op& op, Vector total, Vector next) {
+    return op.combine(total, next);
   }
-  static HWY_INLINE void stream(Vector v, std::byte* to) { store(v, to); }
+  template <typename Op>
+  static HWY_INLINE Memory::Vector finish(const Op& op, Vector total) {
+    return hn::Set(Memory::D(), static_cast<std::uint16_t>(hn::GetLane(Format::toLow(op.finish(total)))));
+  }
 };
 
 #else
 
-// Two float32 vectors that hold the elements at even and at odd places, so that none crosses its 32-bit word.
+// A vector of memory is two of float32.
 struct PairOfFloats {
   struct Vector {
     Floats first;
     Floats second;
   };
   static constexpr std::size_t kElement = 2;
-  static constexpr std::size_t kBytes = hn::MaxLanes(FloatTag()) * sizeof(float);
+  static constexpr std::size_t kBytes = PlainLanes<float>::kBytes;
 
   template <typename Op>
   static HWY_INLINE Vector combine(const Op& op, Vector total, Vector next) {
     return {op.combine(total.first, next.first), op.combine(total.second, next.second)};
   }
-  template <typename Op>
-  static HWY_INLINE Vector finish(const Op& op, Vector total) {
-    return {op.finish(total.first), op.finish(total.second)};
-  }
 };
 
+// They hold the elements at even and at odd places, so that none has to leave its 32-bit word.
 template <typename Format>
 struct HalfLanes : PairOfFloats {
   using Memory = PlainLanes<std::uint32_t>;
@@ -285,14 +299,15 @@ struct HalfLanes : PairOfFloats {
     const Words words = Memory::load(from);
     return {Format::fromLow(words), Format::fromHigh(words)};
   }
-  static HWY_INLINE Words packed(Vector v) { return hn::Or(Format::toLow(v.first), Format::toHigh(v.second)); }
-  static HWY_INLINE void store(Vector v, std::byte* to) { Memory::store(packed(v), to); }
-  static HWY_INLINE void stream(Vector v, std::byte* to) { Memory::stream(packed(v), to); }
+  template <typename Op>
+  static HWY_INLINE Words finish(const Op& op, Vector total) {
+    return Format::packed(op.finish(total.first), op.finish(total.second));
+  }
 };
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
 
-// F16C converts halves of a vector, in order; it ignores the flushing of denormals and rounds as we want.
+// F16C converts the lower and the upper half of a vector; it ignores the flushing of denormals and rounds as we want.
 template <>
 struct HalfLanes<Float16Format> : PairOfFloats {
   using HalfTag = hn::Rebind<hwy::float16_t, FloatTag>;
@@ -303,13 +318,15 @@ struct HalfLanes<Float16Format> : PairOfFloats {
     return {hn::PromoteTo(FloatTag(), hn::LoadU(HalfTag(), numbers)),
             hn::PromoteTo(FloatTag(), hn::LoadU(HalfTag(), numbers + hn::MaxLanes(HalfTag())))};
   }
-  static HWY_INLINE Memory::Vector packed(Vector v) {
-    const hn::RebindToUnsigned<HalfTag> bits;
-    return hn::Combine(Memory::D(), hn::BitCast(bits, hn::DemoteTo(HalfTag(), v.second)),
-                       hn::BitCast(bits, hn::DemoteTo(HalfTag(), v.first)));
+  template <typename Op>
+  static HWY_INLINE Memory::Vector finish(const Op& op, Vector total) {
+    return hn::Combine(Memory::D(), demoted(op.finish(total.second)), demoted(op.finish(total.first)));
   }
-  static HWY_INLINE void store(Vector v, std::byte* to) { Memory::store(packed(v), to); }
-  static HWY_INLINE void stream(Vector v, std::byte* to) { Memory::stream(packed(v), to); }
+
+ private:
+  static HWY_INLINE hn::Vec<hn::RebindToUnsigned<HalfTag>> demoted(Floats v) {
+    return hn::BitCast(hn::RebindToUnsigned<HalfTag>(), hn::DemoteTo(HalfTag(), v));
+  }
 };
 
 #endif

@@ -14,7 +14,7 @@ namespace {
 void reduceInto(Cursor& to, std::vector<const std::byte*>& places, std::int64_t bytes, DType dtype, ReduceOp op,
                 bool streaming) {
   to.take(bytes, [&](std::byte* data, std::int64_t size) {
-    shm::reduce(op, dtype, places, {&data, 1}, size / sizeOf(dtype), streaming);
+    reduceRanks(op, dtype, places, {&data, 1}, size / sizeOf(dtype), streaming);
     for (const std::byte*& place : places) {
       place += size;
     }
@@ -66,9 +66,10 @@ void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, Red
   pipeline(
       call, chunksFor(largest, part),
       [&](std::int64_t, std::uint64_t turn) {
+        std::byte* own = call.stage(turn, slot);
         for (int r = 0; r < ranks; ++r) {
           if (r != me) {
-            copyOut(call.stage(turn, slot) + place(me, r), sources[static_cast<std::size_t>(r)], part);
+            copyOut(own + place(me, r), sources[static_cast<std::size_t>(r)], part, call.stagesPastCaches());
           }
         }
       },

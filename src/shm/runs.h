@@ -1,5 +1,5 @@
-// Memory that takes part in a collective: runs of bytes that need not lie together. What several runs hold, one after the
-// other, is moved as if it were one piece, so that a group of tensors needs no packing.
+// Memory that takes part in a collective: runs of bytes that need not lie together. What several runs hold, one after
+// the other, is moved as if it were one piece, so that a group of tensors needs no packing.
 #pragma once
 
 #include <algorithm>
@@ -88,16 +88,16 @@ class Cursor {
 inline void copyInto(Cursor& to, const std::byte* from, std::int64_t bytes, bool streaming = false) {
   to.take(bytes, [&](std::byte* data, std::int64_t size) {
     if (data != from) {
-      shm::copy(data, from, size, streaming);
+      copyBytes(data, from, size, streaming);
     }
     from += size;
   });
 }
 
 // The other way.
-inline void copyOut(std::byte* to, Cursor& from, std::int64_t bytes) {
+inline void copyOut(std::byte* to, Cursor& from, std::int64_t bytes, bool streaming) {
   from.take(bytes, [&](std::byte* data, std::int64_t size) {
-    shm::copy(to, data, size);
+    copyBytes(to, data, size, streaming);
     to += size;
   });
 }

@@ -33,10 +33,11 @@ void scatter(Group& group, const RunTable& from, Runs to, int root) {
   pipeline(
       call, chunksFor(total, part),
       [&](std::int64_t, std::uint64_t turn) {
+        std::byte* own = call.stage(turn, slot);
         for (int r = 0; gives && r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != root) {
-            copyOut(call.stage(turn, slot) + place(r), source, part);
+            copyOut(own + place(r), source, part, call.stagesPastCaches());
             continue;
           }
           source.take(part, [&](std::byte* data, std::int64_t bytes) { copyInto(destination, data, bytes); });

@@ -1,14 +1,14 @@
 #include "deepcompile/shm/segment.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <limits>
-
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 
 #include "deepcompile/base/error.h"
 
@@ -19,7 +19,8 @@ std::string mebibytes(std::int64_t bytes) { return concat(bytes, " bytes (", (by
 
 [[noreturn]] void tooLittle(const std::string& purpose, std::int64_t bytes, const std::string& why) {
   fail("cannot reserve ", mebibytes(bytes), " of shared memory for ", purpose, ": ", why, "; ",
-       mebibytes(availableMemory()), " are available. Free memory, raise the limit, or use fewer ranks or smaller slots");
+       mebibytes(availableMemory()),
+       " are available. Free memory, raise the limit, or use fewer ranks or smaller slots");
 }
 
 // A number in a file of /proc or /sys; the largest number where there is none or it says "max".
@@ -44,7 +45,8 @@ void reservePages(int fd, const std::string& purpose, std::int64_t begin, std::i
 }
 
 Descriptor makeFile(const std::string& purpose, std::int64_t bytes) {
-  Descriptor fd(::memfd_create(concat("deepcompile ", purpose).substr(0, 200).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  Descriptor fd(
+      ::memfd_create(concat("deepcompile ", purpose).substr(0, 200).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) {
     fail("cannot create shared memory for ", purpose, ": ", std::strerror(errno));
   }

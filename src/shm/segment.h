@@ -1,5 +1,5 @@
-// Anonymous shared memory. It has no name that could be left behind, guessed or taken by another job: only a process that
-// was handed the descriptor can map it, and the kernel frees it with the last of them, however that one ends.
+// Anonymous shared memory. It has no name that could be left behind, guessed or taken by another job: only a process
+// that was handed the descriptor can map it, and the kernel frees it with the last of them, however that one ends.
 #pragma once
 
 #include <cstddef>

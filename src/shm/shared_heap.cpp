@@ -1,8 +1,8 @@
 #include "deepcompile/shm/shared_heap.h"
 
-#include <algorithm>
-
 #include <unistd.h>
+
+#include <algorithm>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/shm/layout.h"

@@ -1,16 +1,16 @@
 // Memory of this process that its peers can read and write: collectives on tensors that lie here need no staging.
 //
-// One heap per process, because tensors outlive groups and belong to several. Its descriptor is handed to every peer when
-// a group is set up, so that later allocations are local calls and no collectives.
+// One heap per process, because tensors outlive groups and belong to several. Its descriptor is handed to every peer
+// when a group is set up, so that later allocations are local calls and no collectives.
 #pragma once
+
+#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-
-#include <sys/types.h>
 
 #include "deepcompile/shm/segment.h"
 

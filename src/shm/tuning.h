@@ -2,18 +2,23 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
-#include <string>
+
+#include "deepcompile/shm/staging.h"
 
 namespace dc::shm {
+
+// What the last cache cannot hold anyway, beside what else is in it.
+std::int64_t defaultStreamingBytes();
 
 struct Tuning {
   // An all-reduce of up to so many bytes is done in one step: every rank reads and reduces everything.
   std::int64_t one_step_bytes = 16 << 10;
   // What a rank stages in one turn of a longer collective. At most the size of a slot.
   std::int64_t chunk_bytes = 128 << 10;
-  // Results of at least so many bytes are written past the caches.
-  std::int64_t streaming_bytes = std::numeric_limits<std::int64_t>::max();
+  // Results of at least so many bytes are written past the caches. May differ between ranks.
+  std::int64_t streaming_bytes = defaultStreamingBytes();
+  // May differ between ranks.
+  Staging staging = Staging::Adaptive;
 
   bool operator==(const Tuning&) const = default;
 };

@@ -1,14 +1,14 @@
 #include "deepcompile/shm/wait.h"
 
-#include <algorithm>
-#include <bit>
-#include <climits>
-#include <ctime>
-
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <ctime>
 
 namespace dc::shm {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-constexpr int kSpinsPerLook = 64;                   // of the clock
+constexpr int kSpinsPerLook = 64;                        // of the clock
 constexpr nanoseconds kShortestSleep = milliseconds(2);  // before peers are looked after again
 constexpr nanoseconds kLongestSleep = milliseconds(50);
 
@@ -39,7 +39,9 @@ void futexWait(const std::atomic<std::uint64_t>& word, std::uint64_t seen, nanos
 // Announces a sleeper for as long as it lives.
 class Sleeper {
  public:
-  explicit Sleeper(std::atomic<int>& sleepers) : sleepers_(sleepers) { sleepers_.fetch_add(1, std::memory_order_seq_cst); }
+  explicit Sleeper(std::atomic<int>& sleepers) : sleepers_(sleepers) {
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  }
   ~Sleeper() { sleepers_.fetch_sub(1, std::memory_order_relaxed); }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
@@ -87,8 +89,8 @@ void awaitAtLeast(const std::atomic<std::uint64_t>& word, std::uint64_t least, s
     }
     ::sched_yield();
   }
-  // From here on nobody counts microseconds. The sleeper announces itself before it looks a last time, the writer writes
-  // before it looks for sleepers, and both are sequentially consistent: one of them sees the other.
+  // From here on nobody counts microseconds. The sleeper announces itself before it looks a last time, the writer
+  // writes before it looks for sleepers, and both are sequentially consistent: one of them sees the other.
   nanoseconds sleep = kShortestSleep;
   for (;;) {
     {

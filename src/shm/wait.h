@@ -1,5 +1,5 @@
-// Waiting for a word that another rank writes: first busily, then yielding the core, then asleep in the kernel. Every wait
-// has a deadline and looks after the group's health while it lasts.
+// Waiting for a word that another rank writes: first busily, then yielding the core, then asleep in the kernel. Every
+// wait has a deadline and looks after the group's health while it lasts.
 #pragma once
 
 #include <atomic>
@@ -32,14 +32,15 @@ inline void relax() {
 class Watch {
  public:
   virtual ~Watch() = default;
-  // True when waiting has become pointless. The wait then looks at its word a last time: a rank may well have written it
-  // and gone.
+  // True when waiting has become pointless. The wait then looks at its word a last time: a rank may well have written
+  // it and gone.
   virtual bool hopeless(Clock::time_point started) = 0;
   // Throws what `hopeless` found.
   [[noreturn]] virtual void giveUp() = 0;
 };
 
-// Returns when `word` >= `least`. `sleepers` is the count that the writer of `word` looks at after each write (see `wake`).
+// Returns when `word` >= `least`. `sleepers` is the count that the writer of `word` looks at after each write (see
+// `wake`).
 void awaitAtLeast(const std::atomic<std::uint64_t>& word, std::uint64_t least, std::atomic<int>& sleepers,
                   const Patience& patience, Watch& watch);
 

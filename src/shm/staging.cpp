@@ -1,0 +1,33 @@
+#include "deepcompile/shm/staging.h"
+
+#include <atomic>
+#include <chrono>
+
+#include "deepcompile/shm/layout.h"
+
+namespace dc::shm {
+namespace {
+
+constexpr int kLines = 32;              // of 64 bytes, that a probe writes
+constexpr double kSlowNanoseconds = 8;  // for a line: above, stores past the caches win
+constexpr int kProbesWhileCached = 2;   // every so many slots: noticing late costs much, a probe little
+constexpr int kProbesWhilePastCaches = 8;
+
+}  // namespace
+
+void StagingChoice::probe(std::byte* slot) {
+  if (--until_probe_ > 0) {
+    return;
+  }
+  const auto started = std::chrono::steady_clock::now();
+  for (int line = 0; line < kLines; ++line) {
+    *static_cast<volatile std::byte*>(slot + line * 64) = std::byte{0};
+  }
+  // The stores are done, not only issued.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - started;
+  past_caches_ = taken.count() / kLines > kSlowNanoseconds;
+  until_probe_ = past_caches_ ? kProbesWhilePastCaches : kProbesWhileCached;
+}
+
+}  // namespace dc::shm

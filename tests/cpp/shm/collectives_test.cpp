@@ -1,0 +1,53 @@
+// Every collective on every number of ranks, as threads and as processes, with random shapes, types and views.
+#include "deepcompile/shm/collectives.h"
+
+#include <gtest/gtest.h>
+
+#include "random_collective.h"
+#include "shm_ranks.h"
+
+namespace dc::shm::testing {
+namespace {
+
+// Thresholds small enough that a test's sizes take every way: inline, one step, several chunks.
+GroupOptions smallSlots(Staging staging) {
+  GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  options.slot_bytes = 8192;
+  options.tuning = Tuning{.one_step_bytes = 1024, .chunk_bytes = 4096, .streaming_bytes = 20000, .staging = staging};
+  return options;
+}
+
+void manyRandom(Group& group, std::uint64_t first, int count, std::int64_t most_bytes) {
+  for (int i = 0; i < count; ++i) {
+    RandomCollective(first + static_cast<std::uint64_t>(i), group.size(), most_bytes).run(group);
+  }
+}
+
+class Collectives : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::Range(1, 10));
+
+TEST_P(Collectives, GiveTheRightBitsToThreads) {
+  const int ranks = GetParam();
+  EXPECT_EQ(
+      onThreadGroup(ranks, smallSlots(Staging::Cached), [](Group& group) { manyRandom(group, 1000, 400, 60'000); }),
+      noErrors(ranks));
+}
+
+TEST_P(Collectives, GiveTheRightBitsToProcesses) {
+  const int ranks = GetParam();
+  EXPECT_EQ(onProcessGroup(ranks, smallSlots(Staging::PastCaches),
+                           [](Group& group) { manyRandom(group, 5000, 200, 60'000); }),
+            noErrors(ranks));
+}
+
+TEST_P(Collectives, GiveTheRightBitsWithMeasuredThresholds) {
+  const int ranks = GetParam();
+  GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  EXPECT_EQ(onProcessGroup(ranks, options, [](Group& group) { manyRandom(group, 9000, 12, 3'000'000); }),
+            noErrors(ranks));
+}
+
+}  // namespace
+}  // namespace dc::shm::testing
