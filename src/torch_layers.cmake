@@ -3,6 +3,7 @@ add_library(
   deepcompile SHARED
   comm/c10d_communicator.cpp
   comm/communicator.cpp
+  comm/inference_group.cpp
   comm/interpreter.cpp
   comm/ordered_sum.cpp
   comm/shared_tensor.cpp
@@ -17,6 +18,7 @@ add_library(
   ops/autograd.cpp
   ops/cpu.cpp
   ops/functionalize.cpp
+  ops/inference_all_reduce.cpp
   ops/kernels.cpp
   ops/meta.cpp
   ops/schemas.cpp

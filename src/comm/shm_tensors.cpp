@@ -36,8 +36,6 @@ std::optional<shm::ReduceOp> engineOp(ReduceOp::RedOpType op) {
   }
 }
 
-bool isPlain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
-
 }  // namespace
 
 std::optional<shm::DType> engineType(at::ScalarType dtype) {

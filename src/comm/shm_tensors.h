@@ -34,7 +34,12 @@ void checkInput(const at::Tensor& tensor, at::ScalarType dtype, std::string_view
 // Also where several elements share memory, and so cannot be written.
 void checkOutput(const at::Tensor& tensor, at::ScalarType dtype, std::string_view call);
 
-// Contiguous, without lazy conjugation: the tensor itself where it is that already.
+// Contiguous, without lazy conjugation or negation.
+inline bool isPlain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// A plain tensor with the same values: the tensor itself where it is that already.
 at::Tensor readable(const at::Tensor& tensor);
 
 // Contiguous memory for a result, which `commit` puts into the tensor where the two are not the same.

@@ -7,12 +7,12 @@ import gc
 import os
 import time
 
-import harness
-import shm_fixture as fixture
 import torch
 import torch.distributed as dist
 
 import deepcompile
+import harness
+import shm_fixture as fixture
 
 
 def works_and_futures(rank: int, world: int) -> None:
@@ -176,9 +176,7 @@ def mismatches(rank: int, world: int) -> None:
     calls = {
         "sizes": lambda group: dist.all_reduce(torch.ones(4 + rank), group=group),
         "types": lambda group: dist.all_reduce(torch.ones(4).to([torch.float32, torch.float64][rank]), group=group),
-        "reductions": lambda group: dist.all_reduce(
-            torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group
-        ),
+        "reductions": lambda group: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group),
         "operations": lambda group: dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group),
         "roots": lambda group: dist.broadcast(torch.ones(4), rank, group),
         "types moved": lambda group: dist.all_gather_into_tensor(

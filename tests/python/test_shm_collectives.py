@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
-import harness
 import pytest
-import shm_fixture as fixture
 import torch
 import torch.distributed as dist
+
+import harness
+import shm_fixture as fixture
 
 WORLDS = [1, 2, 3, 4]
 

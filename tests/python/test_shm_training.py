@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-import harness
-import shm_fixture as fixture
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+
+import harness
+import shm_fixture as fixture
 
 
 def model() -> nn.Module:
