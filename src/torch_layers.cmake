@@ -3,10 +3,22 @@ add_library(
   deepcompile SHARED
   comm/c10d_communicator.cpp
   comm/communicator.cpp
+  comm/inference_group.cpp
+  comm/interpreter.cpp
   comm/ordered_sum.cpp
+  comm/shared_tensor.cpp
+  comm/shm_backend.cpp
+  comm/shm_backend_gathers.cpp
+  comm/shm_backend_messages.cpp
+  comm/shm_backend_moves.cpp
+  comm/shm_backend_reductions.cpp
+  comm/shm_rendezvous.cpp
+  comm/shm_tensors.cpp
+  comm/shm_work.cpp
   ops/autograd.cpp
   ops/cpu.cpp
   ops/functionalize.cpp
+  ops/inference_all_reduce.cpp
   ops/kernels.cpp
   ops/meta.cpp
   ops/schemas.cpp
@@ -26,11 +38,13 @@ add_library(
   runtime/tensor_text.cpp
   runtime/z1_executor.cpp
   runtime/z3_executor.cpp)
-target_link_libraries(deepcompile PRIVATE dc_flags "$<LINK_LIBRARY:WHOLE_ARCHIVE,dc_base>" PUBLIC PythonTorch::torch)
+target_link_libraries(deepcompile PRIVATE dc_flags dc_shm PUBLIC PythonTorch::torch)
+set_target_properties(deepcompile PROPERTIES LINK_LIBRARY_OVERRIDE "WHOLE_ARCHIVE,dc_base,dc_shm")
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
-Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp)
+Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp
+                   bindings/shm.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)
@@ -52,7 +66,7 @@ configure_package_config_file("${CMAKE_SOURCE_DIR}/cmake/deepcompileConfig.cmake
 write_basic_package_version_file("${CMAKE_BINARY_DIR}/deepcompileConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
 install(TARGETS _C LIBRARY DESTINATION .)
 install(TARGETS deepcompile LIBRARY DESTINATION lib)
-install(DIRECTORY base comm runtime DESTINATION include/deepcompile FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY base comm runtime shm DESTINATION include/deepcompile FILES_MATCHING PATTERN "*.h")
 install(FILES deepcompile.h DESTINATION include/deepcompile)
 install(FILES "${CMAKE_BINARY_DIR}/deepcompileConfig.cmake" "${CMAKE_BINARY_DIR}/deepcompileConfigVersion.cmake"
               "${CMAKE_SOURCE_DIR}/cmake/FindPythonTorch.cmake" DESTINATION "${cmake_files}")

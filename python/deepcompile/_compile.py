@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from deepcompile import _load as _load  # registers torch.ops.dc
+from deepcompile import _load as _load  # registers torch.ops.dc and torch.ops.deepspeed
 from deepcompile._after_import import after_import
 
 _ops = torch.ops.dc
@@ -33,6 +33,7 @@ EFFECTS = (
     _ops.offload_parameter.default,
     _ops.reload_parameter.default,
     _ops.end_backward.default,
+    torch.ops.deepspeed.inference_all_reduce.default,
 )
 
 #: All operators, in the order in which the program calls them.

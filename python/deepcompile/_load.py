@@ -7,7 +7,7 @@ import sys
 import torch
 
 #: Operator namespaces that the native library registers.
-NAMESPACES = ("dc",)
+NAMESPACES = ("dc", "deepspeed")
 
 
 def _taken(namespaces: tuple[str, ...]) -> list[str]:

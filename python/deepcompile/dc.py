@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile import _channels, _compile_cache, _saved_tensors
+from deepcompile import _channels, _compile_cache, _inference, _saved_tensors
 from deepcompile._load import _C
 from deepcompile.runtime_config import make_config
 
@@ -266,8 +266,12 @@ def stats() -> dict[str, Any]:
 
 
 def initialize(size: int, rank: int) -> None:
-    """The shared-memory interface for CPU inference."""
-    raise NotImplementedError("dc.initialize: the shared-memory collectives are not part of this version")
+    """Sets up ``torch.ops.deepspeed.inference_all_reduce`` over ``size`` ranks. A collective: every rank calls it, once.
+
+    Through the process group where one exists, else through a store of its own at ``MASTER_ADDR`` and ``MASTER_PORT``, for
+    the ``LOCAL_SIZE`` ranks of one host. That they share it is proven; ranks that do not are served by the process group.
+    """
+    _inference.initialize(size, rank)
 
 
 @atexit.register
@@ -276,3 +280,4 @@ def _cleanup_all() -> None:
     cleanup()
     for runtime in list(_open_runtimes):
         runtime.cleanup()
+    _inference.close()

@@ -7,5 +7,6 @@ namespace dc {
 
 void bindRuntime(pybind11::module_& module);
 void bindSavedTensors(pybind11::module_& module);
+void bindShm(pybind11::module_& module);
 
 }  // namespace dc

@@ -3,4 +3,5 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   dc::bindRuntime(module);
   dc::bindSavedTensors(module);
+  dc::bindShm(module);
 }

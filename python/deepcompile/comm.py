@@ -1,0 +1,171 @@
+"""Communication as DeepSpeed's users know it: :func:`init_distributed`, :func:`inference_all_reduce`, and the collectives of
+torch.distributed under their own names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from deepcompile import _inference
+from deepcompile._load import _C
+
+_log = logging.getLogger("deepcompile")
+
+#: Where launchers of MPI say what torch.distributed reads from RANK, WORLD_SIZE and LOCAL_RANK.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta = dist.default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialises torch.distributed where it is not yet, and :func:`inference_all_reduce` beside it. Every rank calls it.
+
+    ``rank`` and ``world_size`` default to what the launcher has put into the environment, ``dist_backend`` to gloo, with
+    NCCL for the GPUs that there are. ``config`` is accepted for the sake of DeepSpeed's callers.
+    """
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise RuntimeError("init_distributed(dist_init_required=False): there is no process group yet")
+        if auto_mpi_discovery and rank < 0:
+            _discover_mpi()
+        if init_method is None:
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(
+            _backend(dist_backend), timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
+        )
+    if not _inference.connected():
+        _inference.connect(dist.get_world_size(), dist.get_rank(), timeout)
+    if verbose and dist.get_rank() == 0 and (apart := _C.inference_ranks_apart()) is not None:
+        _log.info("inference_all_reduce goes through the process group: %s", apart)
+
+
+def _backend(name: str | None) -> str:
+    if name is None:
+        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if name == "ccl" and name not in dist.Backend.backend_list:
+        return "gloo"  # oneCCL is not there; its users mean the CPU
+    return name
+
+
+def _discover_mpi() -> None:
+    for names in _LAUNCHERS:
+        if "RANK" not in os.environ and all(name in os.environ for name in names[:2]):
+            for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), names, strict=True):
+                if theirs in os.environ:
+                    os.environ.setdefault(ours, os.environ[theirs])
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sums a CPU tensor over all ranks, in place, through shared memory where they share a host; returns the tensor. Another
+    ``op`` or ``group`` is served by torch.distributed.
+    """
+    whole = group is None or group is dist.group.WORLD
+    if not whole or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
+        all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
+        return tensor
+    if not _inference.connected() and dist.is_initialized():
+        _inference.connect(dist.get_world_size(), dist.get_rank(), dist.default_pg_timeout)
+    torch.ops.deepspeed.inference_all_reduce_(tensor)
+    return tensor
+
+
+def uses_shared_memory() -> bool:
+    """Whether :func:`inference_all_reduce` goes through shared memory, and not through the process group."""
+    return _inference.connected() and _C.inference_ranks_apart() is None
+
+
+def get_local_rank() -> int:
+    """As the launcher has set LOCAL_RANK; 0 where it has not."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    if group is None or group is dist.group.WORLD:
+        _inference.close()
+    dist.destroy_process_group(group)
+
+
+__all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "inference_all_reduce",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "uses_shared_memory",
+]

@@ -1,0 +1,71 @@
+// Shared memory: the backend of torch.distributed and tensors.
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "deepcompile/bindings/bindings.h"
+#include "deepcompile/comm/inference_group.h"
+#include "deepcompile/comm/interpreter.h"
+#include "deepcompile/comm/shared_tensor.h"
+#include "deepcompile/comm/shm_backend.h"
+
+namespace dc {
+namespace {
+
+namespace py = pybind11;
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+void runWithoutInterpreter(const std::function<void()>& function) {
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    function();
+  } else {
+    function();
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> makeBackend(StorePtr store, int rank, int size, std::chrono::milliseconds timeout,
+                                              const std::string& name, const std::vector<std::uint64_t>& global_ranks) {
+  auto options = c10::make_intrusive<c10d::Backend::Options>("shm", timeout);
+  options->group_name = name;
+  options->global_ranks_in_group = global_ranks;
+  return c10::make_intrusive<ShmBackend>(std::move(store), rank, size, std::move(options));
+}
+
+}  // namespace
+
+void bindShm(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  setWithoutInterpreter(&runWithoutInterpreter);
+  module.def("make_shm_backend", &makeBackend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("name"), py::arg("global_ranks"), NoGil());
+  module.def(
+      "empty_shared",
+      [](const std::vector<std::int64_t>& sizes, at::ScalarType dtype) { return emptyShared(sizes, dtype); },
+      py::arg("sizes"), py::arg("dtype"), NoGil());
+  module.def("is_shared", &isShared, py::arg("tensor"), NoGil());
+  module.def(
+      "set_inference_group",
+      [](StorePtr store, int rank, int size, std::chrono::milliseconds timeout,
+         const std::optional<c10::intrusive_ptr<c10d::ProcessGroup>>& process_group) {
+        setInferenceGroup(
+            std::make_unique<InferenceGroup>(std::move(store), rank, size, timeout, process_group.value_or(nullptr)));
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("process_group"), NoGil());
+  module.def("reset_inference_group", [] { setInferenceGroup(nullptr); }, NoGil());
+  module.def(
+      "inference_ranks_apart",
+      []() -> std::optional<std::string> {
+        const InferenceCall call;
+        return call.group() != nullptr && call.group()->memory() == nullptr ? std::optional(call.group()->apart())
+                                                                            : std::nullopt;
+      },
+      "Which ranks do not share a host; None where all do.");
+}
+
+}  // namespace dc

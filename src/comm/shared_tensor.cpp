@@ -1,0 +1,56 @@
+#include "deepcompile/comm/shared_tensor.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include "deepcompile/shm/shared_heap.h"
+
+namespace dc {
+namespace {
+
+struct Block {
+  std::shared_ptr<shm::SharedHeap> heap;
+  std::byte* data;
+};
+
+void freeBlock(void* context) {
+  const std::unique_ptr<Block> block(static_cast<Block*>(context));
+  block->heap->free(block->data);
+}
+
+class SharedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) {
+      return {nullptr, c10::Device(c10::kCPU)};
+    }
+    auto heap = shm::SharedHeap::ofProcess();
+    std::byte* data = heap->allocate(static_cast<std::int64_t>(bytes));
+    return {data, new Block{std::move(heap), data}, &freeBlock, c10::Device(c10::kCPU)};
+  }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+}  // namespace
+
+const std::shared_ptr<c10::Allocator>& sharedAllocator() {
+  static const auto* allocator = new std::shared_ptr<c10::Allocator>(std::make_shared<SharedAllocator>());
+  return *allocator;
+}
+
+at::Tensor emptyShared(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::detail::empty_generic(sizes, sharedAllocator().get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype,
+                                   std::nullopt);
+}
+
+bool isShared(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.numel() == 0) {
+    return false;
+  }
+  // Strides are never negative, so the elements lie between the first and the end of the storage.
+  const auto begin = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
+  return shm::SharedHeap::ofProcess()->offsetOf(tensor.const_data_ptr(),
+                                                static_cast<std::int64_t>(tensor.storage().nbytes()) - begin) >= 0;
+}
+
+}  // namespace dc
