@@ -143,8 +143,8 @@ ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::ReduceScatterOptions& opts) {
-  return scatterReduced({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "shm:reduce_scatter_tensor_coalesced",
-                         opts.timeout, opts.asyncOp},
+  // The type of its own for this call is newer than PyTorch 2.11.
+  return scatterReduced({c10d::OpType::COALESCED, "shm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp},
                         outputs, inputs, opts.reduceOp);
 }
 

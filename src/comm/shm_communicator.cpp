@@ -97,7 +97,8 @@ class ShmCommunicator final : public Communicator {
   }
   static shm::DType typeOf(const at::Tensor& tensor) {
     const auto dtype = engineType(tensor.scalar_type());
-    check(dtype.has_value(), [&] { return concat("no reduction of ", tensor.dtype().name(), " through shared memory"); });
+    check(dtype.has_value(),
+          [&] { return concat("no reduction of ", tensor.dtype().name(), " through shared memory"); });
     return *dtype;
   }
 

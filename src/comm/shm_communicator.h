@@ -1,5 +1,5 @@
-// A communicator over memory that the ranks of one host share. Shards are read where the peers hold them, or through slots
-// that stay in cache; nothing is packed.
+// A communicator over memory that the ranks of one host share. Shards are read where the peers hold them, or through
+// slots that stay in cache; nothing is packed.
 #pragma once
 
 #include <memory>

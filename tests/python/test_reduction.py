@@ -408,4 +408,5 @@ def two_graphs_and_a_missing_gradient(rank: int, world: int) -> str:
 
 def test_graphs_that_take_turns_in_another_order_on_one_rank_are_an_error_and_never_wrong_numbers() -> None:
     for message in run_ranks(2, two_graphs_and_a_missing_gradient):
-        assert "reduces other parameters than rank" in message
+        # As the communicators put it: through shared memory, and through a backend of torch.distributed.
+        assert "do not mean the same collective" in message or "reduces other parameters than rank" in message
