@@ -83,6 +83,7 @@ class Group final : private Watch {
     return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed));
   }
   const Patience& patience() const { return patience_; }
+  const StagingChoice& staging() const { return staging_; }
 
   // Where this rank's memory can be taken as it is by its peers.
   SharedHeap& heap() const { return *heap_; }
@@ -160,7 +161,7 @@ class Call {
   std::byte* stageData(const Turn& turn) {
     std::byte* slot = stage(turn);
     if (turn.bytes >= StagingChoice::kLeastBytes) {
-      group_.staging_.probe(slot);
+      group_.staging_.probe(slot, group_.tuning_.slow_line_nanoseconds);
     }
     return slot;
   }

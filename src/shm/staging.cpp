@@ -8,14 +8,13 @@
 namespace dc::shm {
 namespace {
 
-constexpr int kLines = 32;              // of 64 bytes, that a probe writes
-constexpr double kSlowNanoseconds = 8;  // for a line: above, stores past the caches win
-constexpr int kProbesWhileCached = 4;   // every so many slots: noticing late costs much, a probe little
+constexpr int kLines = 32;             // of 64 bytes, that a probe writes
+constexpr int kProbesWhileCached = 4;  // every so many slots: noticing late costs much, a probe little
 constexpr int kProbesWhilePastCaches = 8;
 
 }  // namespace
 
-void StagingChoice::probe(std::byte* slot) {
+void StagingChoice::probe(std::byte* slot, double slow) {
   if (--until_probe_ > 0) {
     return;
   }
@@ -26,7 +25,8 @@ void StagingChoice::probe(std::byte* slot) {
   // The stores are done, not only issued.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - started;
-  past_caches_ = taken.count() / kLines > kSlowNanoseconds;
+  nanoseconds_ = taken.count() / kLines;
+  past_caches_ = nanoseconds_ > slow;
   until_probe_ = past_caches_ ? kProbesWhilePastCaches : kProbesWhileCached;
 }
 

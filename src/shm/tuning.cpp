@@ -27,6 +27,7 @@ class Measurement {
     best_.chunk_bytes = std::min(best_.chunk_bytes, group_.layout().slot_bytes);
     // Ranks that take turns on a core measure the scheduler.
     if (ranks > 1 && group_.patience().spin.count() > 0) {
+      chooseStaging();
       chooseChunk();
       if (ranks > 2) {
         chooseOneStep();
@@ -36,7 +37,24 @@ class Measurement {
   }
 
  private:
+  static constexpr std::int64_t kMiddle = 256 << 10;
   static constexpr std::int64_t kLargest = 1 << 20;
+
+  // Which way of staging wins as the machine is now, and what a probe takes: so a probe can tell later when that
+  // changes.
+  void chooseStaging() {
+    Tuning cached = best_;
+    cached.one_step_bytes = 0;
+    cached.staging = Staging::Cached;
+    Tuning past = cached;
+    past.staging = Staging::PastCaches;
+    const double cached_seconds = seconds(cached, kMiddle);
+    const double probe = group_.staging().nanoseconds();
+    const double past_seconds = seconds(past, kMiddle);
+    const double limit = cached_seconds <= past_seconds ? std::max(best_.slow_line_nanoseconds, 2 * probe)
+                                                        : std::min(best_.slow_line_nanoseconds, probe / 1.5);
+    best_.slow_line_nanoseconds = static_cast<double>(agree(static_cast<std::int64_t>(limit * 1000))) / 1000;
+  }
 
   void chooseChunk() {
     double best = 0;
