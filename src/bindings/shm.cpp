@@ -44,6 +44,7 @@ void bindShm(py::module_& module) {
   setWithoutInterpreter(&runWithoutInterpreter);
   module.def("make_shm_backend", &makeBackend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("name"), py::arg("global_ranks"), NoGil());
+  module.def("close_shm_backends", &closeShmBackends, py::arg("grace"), NoGil());
   module.def(
       "empty_shared",
       [](const std::vector<std::int64_t>& sizes, at::ScalarType dtype) { return emptyShared(sizes, dtype); },

@@ -109,6 +109,7 @@ def forks(rank: int, world: int, store: str) -> None:
             dist.destroy_process_group()
             del group, work
             gc.collect()
+            deepcompile._C.close_shm_backends(datetime.timedelta(seconds=1))  # as at the end of the interpreter
             os._exit(0)
         except BaseException as error:
             print(error, file=sys.stderr, flush=True)
