@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import harness
 import shm_fixture as fixture
+from deepcompile import _C
 
 HERE = pathlib.Path(__file__).parent
 
@@ -109,7 +110,7 @@ def forks(rank: int, world: int, store: str) -> None:
             dist.destroy_process_group()
             del group, work
             gc.collect()
-            deepcompile._C.close_shm_backends(datetime.timedelta(seconds=1))  # as at the end of the interpreter
+            _C.close_shm_backends(datetime.timedelta(seconds=1))  # as at the end of the interpreter
             os._exit(0)
         except BaseException as error:
             print(error, file=sys.stderr, flush=True)
@@ -212,8 +213,6 @@ def test_the_backend_says_so_when_a_rank_does_not_come_to_the_set_up():
 
 def nobody_comes(rank: int, world: int) -> None:
     if rank == 0:
-        from deepcompile import _C
-
         store = dist.HashStore()
         with pytest.raises(RuntimeError, match="rank 1 did not come"):
             _C.make_shm_backend(store, 0, 2, datetime.timedelta(seconds=0.5), "alone", [])
