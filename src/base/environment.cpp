@@ -1,7 +1,10 @@
 #include "deepcompile/base/environment.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
+#include <system_error>
 #include <vector>
 
 #include "deepcompile/base/error.h"
@@ -21,12 +24,25 @@ void readChoice(const char* variable, std::string& value, const std::vector<std:
   value = text;
 }
 
+void readBytes(const char* variable, std::int64_t& value) {
+  const char* text = std::getenv(variable);
+  if (text == nullptr || *text == '\0') {
+    return;
+  }
+  const char* end = text + std::strlen(text);
+  const auto [stopped, error] = std::from_chars(text, end, value);
+  check(error == std::errc() && stopped == end && value >= 0,
+        [&] { return concat("environment variable ", variable, "='", text, "': expected a number of bytes"); });
+}
+
 }  // namespace
 
 Environment Environment::read() {
   Environment environment;
   readChoice("DEEPCOMPILE_CPU_STREAM", environment.cpu_stream, {"auto", "inline", "worker"});
   readChoice("DEEPCOMPILE_LOG", environment.log, {"error", "warning", "info", "debug"});
+  readBytes("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes);
+  readBytes("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes);
   return environment;
 }
 

@@ -1,6 +1,7 @@
 // Every environment variable that the library reads, in one place.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace dc {
@@ -12,6 +13,11 @@ struct Environment {
 
   // DEEPCOMPILE_LOG = error | warning | info | debug. What is written to standard error.
   std::string log = "warning";
+
+  // DEEPCOMPILE_SHM_ONE_STEP_BYTES, DEEPCOMPILE_SHM_CHUNK_BYTES: sizes at which shared-memory collectives change their
+  // way (docs/shm.md). Measured for each group when unset (-1); those of rank 0 count.
+  std::int64_t shm_one_step_bytes = -1;
+  std::int64_t shm_chunk_bytes = -1;
 
   // Reads the process's environment. A value that is not listed above is an error that names the variable.
   static Environment read();

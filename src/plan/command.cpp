@@ -32,6 +32,7 @@ Options of both:
   --compare        a table of all strategies
   --explain        why each gather, bucket and offload is where it is
   --trace FILE     a Chrome / Perfetto trace of the simulated step
+  --html FILE      the explanation as a page, with a picture of the timeline
   --json FILE      everything as JSON ('-': standard output)
 Options of simulate:
   --model NAME     llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, gpt2-small or tiny-llama
@@ -74,9 +75,9 @@ struct Options {
   }
 };
 
-const std::vector<std::string_view> kWithValue = {"machine",    "budget", "strategy", "trace", "json",
-                                                  "model",      "nodes",  "world",    "batch", "seq",
-                                                  "accumulate", "stage",  "dtype",    "graph"};
+const std::vector<std::string_view> kWithValue = {"machine", "budget",     "strategy", "trace", "html",
+                                                  "json",    "model",      "nodes",    "world", "batch",
+                                                  "seq",     "accumulate", "stage",    "dtype", "graph"};
 const std::vector<std::string_view> kFlags = {"compare", "explain", "no-checkpoint", "host-optimizer", "help"};
 
 Options parse(const std::vector<std::string>& arguments) {
@@ -270,6 +271,9 @@ CommandResult planAndPrint(const Options& options, const StepGraph& graph, const
   }
   if (!json.empty()) {
     writeFile(json, reportJson(graph, usage, cost, plan, made) + "\n");
+  }
+  if (options.has("html")) {
+    writeFile(options.get("html", ""), explainHtml(graph, usage, cost, plan, made, 200));
   }
   if (options.has("trace")) {
     writeFile(options.get("trace", ""), traceJson(graph, plan, made));

@@ -35,6 +35,8 @@ std::string explain(const Reason& reason) {
       return concat("the bucket is full: ", roundBytes(a), " saturate the link");
     case Why::BucketEnd:
       return concat("nothing more to add to the bucket of ", roundBytes(a));
+    case Why::BesideUpdates:
+      return concat(roundBytes(a), " held back, to be reduced beside updates that do not need it");
     case Why::Sunk:
       return "put where it is expected to be done";
     case Why::ForMemory:

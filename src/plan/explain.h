@@ -27,6 +27,10 @@ Report report(const StepGraph& graph, const Usage& usage, const CostModel& cost,
 std::string explainPlan(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
                         const Report& report, std::size_t most);
 
+// The same as a self-contained HTML page, with a picture of the timeline.
+std::string explainHtml(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
+                        const Report& report, std::size_t most);
+
 // The same numbers for programs.
 std::string reportJson(const StepGraph& graph, const Usage& usage, const CostModel& cost, const Plan& plan,
                        const Report& report);

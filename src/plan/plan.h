@@ -43,27 +43,28 @@ struct Item {
 // Why an instruction is where it is; explain.h turns it into words. What a and b mean stands beside
 // each.
 enum class Why : std::uint8_t {
-  Program,       // the graph's own order
-  OnDemand,      // gathered right before its use
-  NextBlock,     // prefetched one block ahead
-  Hoisted,       // moved up until memory was full; a: bytes pending
-  Hidden,        // as late as is still hidden; a: duration, b: compute time between launch and use
-  Exposed,       // cannot be hidden; a: duration, b: compute time between launch and use
-  MemoryBound,   // would start earlier if memory allowed; a: bytes, b: compute time between launch
-                 // and use
-  NeededNow,     // the wait before the use
-  LastUse,       // released after its last use
-  NotKept,       // released although used again; a: bytes, b: slots until the next use
-  Kept,          // stays gathered to its next use; a: bytes
-  BucketFull,    // a reduction bucket reached its size; a: bytes
-  BucketEnd,     // nothing more to add; a: bytes
-  Sunk,          // a wait, put where the work is expected to be done
-  ForMemory,     // a wait that gives memory back before it is needed
-  BeforeUpdate,  // the optimizer needs it
-  OverBudget,    // offloaded because the step would not fit; a: bytes
-  MakesRoom,     // offloaded so that more can stay gathered; a: bytes
-  Returned,      // back to where the step began
-  AfterUpdate,   // refreshed after the optimizer
+  Program,        // the graph's own order
+  OnDemand,       // gathered right before its use
+  NextBlock,      // prefetched one block ahead
+  Hoisted,        // moved up until memory was full; a: bytes pending
+  Hidden,         // as late as is still hidden; a: duration, b: compute time between launch and use
+  Exposed,        // cannot be hidden; a: duration, b: compute time between launch and use
+  MemoryBound,    // would start earlier if memory allowed; a: bytes, b: compute time between launch
+                  // and use
+  NeededNow,      // the wait before the use
+  LastUse,        // released after its last use
+  NotKept,        // released although used again; a: bytes, b: slots until the next use
+  Kept,           // stays gathered to its next use; a: bytes
+  BucketFull,     // a reduction bucket reached its size; a: bytes
+  BucketEnd,      // nothing more to add; a: bytes
+  BesideUpdates,  // held back, to be reduced while parameters are updated that do not need it; a: bytes
+  Sunk,           // a wait, put where the work is expected to be done
+  ForMemory,      // a wait that gives memory back before it is needed
+  BeforeUpdate,   // the optimizer needs it
+  OverBudget,     // offloaded because the step would not fit; a: bytes
+  MakesRoom,      // offloaded so that more can stay gathered; a: bytes
+  Returned,       // back to where the step began
+  AfterUpdate,    // refreshed after the optimizer
 };
 
 struct Reason {

@@ -47,7 +47,7 @@ void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
   pipeline(
       call, chunksFor(largest, chunk),
       [&](std::int64_t, std::uint64_t turn) {
-        std::byte* place = call.stage(turn, slot);
+        std::byte* place = call.stageData(turn, slot);
         source.take(chunk, [&](std::byte* data, std::int64_t bytes) {
           copyInto(destinations[static_cast<std::size_t>(me)], data, bytes, streaming);
           copyBytes(place, data, bytes, call.stagesPastCaches());

@@ -32,23 +32,32 @@ std::int64_t partElements(const AllReduce& task, int parts) {
   return ((task.count + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
-// Everybody stages everything, and reduces everything: one step, for messages whose latency counts.
+// Everybody stages everything, and reduces everything. No second step to wait for, which is best for messages whose
+// latency counts; and between two ranks no way moves fewer bytes.
 void inOneStep(const AllReduce& task, Call& call) {
-  const std::uint64_t turn = call.nextTurn();
   const int ranks = call.ranks();
-  if (ranks > 1) {
-    copyBytes(call.stage(turn, task.bytes()), task.in, task.bytes(), call.stagesPastCaches());
-  }
-  call.post(turn);
-  call.awaitPosts(turn);
+  const std::int64_t most = std::min(task.group.tuning().chunk_bytes, task.group.layout().slot_bytes) / kLine * kLine;
+  const std::int64_t chunk = ranks > 1 ? most : std::max(task.bytes(), kLine);
+  const std::int64_t slot = std::min(task.bytes(), chunk);
+  const auto bytes = [&](std::int64_t piece) { return std::min(chunk, task.bytes() - piece * chunk); };
   constexpr int kFew = 16;
   std::array<const std::byte*, kFew> few;
   std::vector<const std::byte*> many(ranks > kFew ? static_cast<std::size_t>(ranks) : 0);
-  const std::byte** inputs = ranks > kFew ? many.data() : few.data();
-  for (int r = 0; r < ranks; ++r) {
-    inputs[r] = r == call.rank() ? task.in : call.staged(r, turn, task.bytes());
-  }
-  reduceRanks(task.op, task.dtype, {inputs, static_cast<std::size_t>(ranks)}, {&task.out, 1}, task.count);
+  const std::span<const std::byte*> inputs(ranks > kFew ? many.data() : few.data(), static_cast<std::size_t>(ranks));
+  pipeline(
+      call, chunksFor(task.bytes(), chunk),
+      [&](std::int64_t piece, std::uint64_t turn) {
+        if (ranks > 1) {
+          copyBytes(call.stageData(turn, slot), task.in + piece * chunk, bytes(piece), call.stagesPastCaches());
+        }
+      },
+      [&](std::int64_t piece, std::uint64_t turn) {
+        for (int r = 0; r < ranks; ++r) {
+          inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + piece * chunk : call.staged(r, turn, slot);
+        }
+        std::byte* out = task.out + piece * chunk;
+        reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(piece) / task.element, task.streams());
+      });
 }
 
 // All ranks' tensors lie in shared memory: each rank reduces its part, and writes the result to everybody.
@@ -117,7 +126,7 @@ class InTwoSteps {
     if (piece == 0) {
       first_ = turn;
     }
-    std::byte* slot = call_.stage(turn, stagedBytes());
+    std::byte* slot = call_.stageData(turn, stagedBytes());
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
         const Part p = part(piece, r);
@@ -180,13 +189,15 @@ void allReduce(Group& group, const void* in, void* out, std::int64_t count, DTyp
   checkReduction(op, dtype, count);
   const AllReduce task = {group, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count, dtype, op};
   Call call(group, {Kind::AllReduce, dtype, op, 1, -1, count, tag});
-  if (group.size() == 1 || task.bytes() <= std::min(group.tuning().one_step_bytes, group.layout().slot_bytes)) {
+  if (group.size() == 1 || task.bytes() <= group.tuning().one_step_bytes) {
     inOneStep(task, call);
     return;
   }
   const std::array<Run, 2> runs = {run(in, task.bytes()), run(out, task.bytes())};
   if (const Offers offers = exchangeOffers(call, group, runs)) {
     onSharedTensors(task, call, offers);
+  } else if (group.size() == 2) {
+    inOneStep(task, call);
   } else {
     InTwoSteps(task, call).run();
   }

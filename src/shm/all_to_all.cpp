@@ -66,7 +66,7 @@ void allToAll(Group& group, const RunTable& from, const RunTable& to) {
   pipeline(
       call, chunksFor(largest, part),
       [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stage(turn, slot);
+        std::byte* own = call.stageData(turn, slot);
         for (int r = 0; r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != me) {

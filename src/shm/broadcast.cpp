@@ -17,7 +17,7 @@ void broadcast(Group& group, Runs data, int root) {
       call, chunksFor(total, chunk),
       [&](std::int64_t, std::uint64_t turn) {
         if (sends && group.size() > 1) {
-          copyOut(call.stage(turn, slot), cursor, chunk, call.stagesPastCaches());
+          copyOut(call.stageData(turn, slot), cursor, chunk, call.stagesPastCaches());
         }
       },
       [&](std::int64_t, std::uint64_t turn) {

@@ -30,7 +30,7 @@ void gather(Group& group, Runs from, const RunTable& to, int root) {
       call, chunksFor(total, chunk),
       [&](std::int64_t, std::uint64_t turn) {
         if (!takes) {
-          copyOut(call.stage(turn, slot), source, chunk, call.stagesPastCaches());
+          copyOut(call.stageData(turn, slot), source, chunk, call.stagesPastCaches());
           return;
         }
         source.take(chunk, [&](std::byte* data, std::int64_t bytes) {

@@ -25,7 +25,7 @@ namespace dc::shm {
 struct GroupOptions {
   std::string name = "default";                // in errors
   std::chrono::milliseconds timeout{300'000};  // of every wait
-  std::int64_t slot_bytes = 256 << 10;         // of shared memory for one rank and turn; there are up to 8
+  std::int64_t slot_bytes = 512 << 10;         // of shared memory for one rank and turn; there are up to 8
   std::optional<Tuning> tuning;                // measured when not given
 };
 
@@ -119,8 +119,10 @@ class Call {
   std::uint64_t nextTurn() { return ++group_.turn_; }
 
   // Where this rank puts the `bytes` bytes that its peers read in `turn`.
-  std::byte* stage(std::uint64_t turn, std::int64_t bytes) {
-    std::byte* slot = at(group_.rank_, turn, bytes);
+  std::byte* stage(std::uint64_t turn, std::int64_t bytes) const { return at(group_.rank_, turn, bytes); }
+  // The same for data, with a look at how it is best written.
+  std::byte* stageData(std::uint64_t turn, std::int64_t bytes) {
+    std::byte* slot = stage(turn, bytes);
     if (bytes >= StagingChoice::kLeastBytes) {
       group_.staging_.probe(slot);
     }

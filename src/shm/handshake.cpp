@@ -81,10 +81,12 @@ class Host {
  private:
   // Asks every rank whether it got through, and takes the connections of those that did.
   std::string judge(const LocalSocket& door, const std::string& secret) {
+    const auto last = Clock::now() + timeout_;
     for (int rank = 1; rank < layout_.ranks; ++rank) {
       std::string answer;
       try {
-        answer = rendezvous_.get(answerKey(rank), timeout_);
+        const auto left = std::chrono::duration_cast<Millis>(last - Clock::now());
+        answer = rendezvous_.get(answerKey(rank), std::max(left, Millis(1)));
       } catch (const std::exception& error) {
         fail("rank ", rank, " did not come to the set-up of shared memory within ", timeout_.count() / 1000.0,
              " s: ", error.what());
@@ -164,6 +166,26 @@ void checkHeader(const Segment& segment, const Layout& layout) {
       "the same settings");
 }
 
+// Rank 0 waits for every rank before it judges, so this takes as long as the slowest. A rank 0 that has ended is
+// noticed.
+std::string awaitVerdict(Rendezvous& rendezvous, const std::optional<LocalSocket>& host, Millis timeout) {
+  constexpr Millis kSlice(250);
+  const auto last = Clock::now() + timeout + timeout / 2;
+  for (;;) {
+    const bool hung_up = host && host->hungUp();
+    try {
+      return rendezvous.get("verdict", kSlice);
+    } catch (const std::exception& error) {
+      if (hung_up) {
+        fail("rank 0 has ended during the set-up of shared memory");
+      }
+      if (Clock::now() > last) {
+        fail("rank 0 did not say how the set-up of shared memory ended: ", error.what());
+      }
+    }
+  }
+}
+
 std::optional<Handshake> visit(Rendezvous& rendezvous, int rank, const Layout& layout, int heap, Millis timeout,
                                std::string& reason) {
   const std::string address = rendezvous.get("address", timeout);
@@ -182,8 +204,7 @@ std::optional<Handshake> visit(Rendezvous& rendezvous, int rank, const Layout& l
     answer = error.what();
   }
   rendezvous.set(answerKey(rank), answer);
-  // Rank 0 waits for every rank in turn before it judges.
-  const std::string verdict = rendezvous.get("verdict", timeout + timeout / 2);
+  const std::string verdict = awaitVerdict(rendezvous, host, timeout);
   if (verdict[0] == kApart) {
     reason = verdict.substr(1);
     return std::nullopt;

@@ -149,6 +149,11 @@ std::string LocalSocket::receive(std::vector<Descriptor>& descriptors, Clock::ti
   return bytes;
 }
 
+bool LocalSocket::hungUp() const {
+  pollfd entry = {fd_.get(), 0, 0};
+  return ::poll(&entry, 1, 0) > 0 && (entry.revents & (POLLHUP | POLLERR)) != 0;
+}
+
 bool LocalSocket::peerIsSameUser() const { return credentials(fd_.get()).uid == ::geteuid(); }
 
 Descriptor LocalSocket::peerProcess() const {

@@ -25,6 +25,8 @@ class LocalSocket {
   void send(const std::string& bytes, std::span<const int> descriptors, Clock::time_point deadline) const;
   std::string receive(std::vector<Descriptor>& descriptors, Clock::time_point deadline) const;
 
+  // True when the other side has closed the connection, or ended.
+  bool hungUp() const;
   bool peerIsSameUser() const;
   // A descriptor that becomes readable when the peer's process ends; empty where the system has none.
   Descriptor peerProcess() const;

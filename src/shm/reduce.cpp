@@ -22,7 +22,7 @@ void reduce(Group& group, const void* in, void* out, std::int64_t count, DType d
       call, chunksFor(total, chunk),
       [&](std::int64_t piece, std::uint64_t turn) {
         if (group.rank() != root) {
-          copyBytes(call.stage(turn, slot), source + piece * chunk, bytes(piece), call.stagesPastCaches());
+          copyBytes(call.stageData(turn, slot), source + piece * chunk, bytes(piece), call.stagesPastCaches());
         }
       },
       [&](std::int64_t piece, std::uint64_t turn) {

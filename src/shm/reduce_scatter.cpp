@@ -66,7 +66,7 @@ void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, Red
   pipeline(
       call, chunksFor(largest, part),
       [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stage(turn, slot);
+        std::byte* own = call.stageData(turn, slot);
         for (int r = 0; r < ranks; ++r) {
           if (r != me) {
             copyOut(own + place(me, r), sources[static_cast<std::size_t>(r)], part, call.stagesPastCaches());

@@ -33,7 +33,7 @@ void scatter(Group& group, const RunTable& from, Runs to, int root) {
   pipeline(
       call, chunksFor(total, part),
       [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stage(turn, slot);
+        std::byte* own = call.stageData(turn, slot);
         for (int r = 0; gives && r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != root) {

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kLines = 32;              // of 64 bytes, that a probe writes
 constexpr double kSlowNanoseconds = 8;  // for a line: above, stores past the caches win
-constexpr int kProbesWhileCached = 2;   // every so many slots: noticing late costs much, a probe little
+constexpr int kProbesWhileCached = 4;   // every so many slots: noticing late costs much, a probe little
 constexpr int kProbesWhilePastCaches = 8;
 
 }  // namespace

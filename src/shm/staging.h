@@ -17,9 +17,10 @@ enum class Staging : std::uint8_t { Adaptive, Cached, PastCaches };
 class StagingChoice {
  public:
   // Smaller messages take what larger ones have found out.
-  static constexpr std::int64_t kLeastBytes = 16 << 10;
+  static constexpr std::int64_t kLeastBytes = 4 << 10;
 
-  // Now and then times a few writes to `slot`, which is about to be written anyway.
+  // Now and then times writes to the first kLeastBytes of `slot`, which are about to be written anyway and which peers
+  // have read when they were written last.
   void probe(std::byte* slot);
   bool pastCaches() const { return past_caches_; }
 

@@ -3,16 +3,125 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <vector>
 
+#include "deepcompile/base/environment.h"
+#include "deepcompile/shm/collectives.h"
 #include "deepcompile/shm/group.h"
 
 namespace dc::shm {
+namespace {
+
+constexpr std::int64_t kKiB = 1 << 10;
+constexpr auto kBudget = std::chrono::milliseconds(60);  // when it is used up, what has been found so far holds
+
+class Measurement {
+ public:
+  explicit Measurement(Group& group)
+      : group_(group), best_(group.tuning()), data_(kLargest), deadline_(Clock::now() + kBudget) {}
+
+  Tuning run() {
+    const int ranks = group_.size();
+    best_.one_step_bytes = ranks <= 4 ? 16 * kKiB : 4 * kKiB;
+    best_.chunk_bytes = std::min(best_.chunk_bytes, group_.layout().slot_bytes);
+    // Ranks that take turns on a core measure the scheduler.
+    if (ranks > 1 && group_.patience().spin.count() > 0) {
+      chooseChunk();
+      if (ranks > 2) {
+        chooseOneStep();
+      }
+    }
+    return best_;
+  }
+
+ private:
+  static constexpr std::int64_t kLargest = 1 << 20;
+
+  void chooseChunk() {
+    double best = 0;
+    for (std::int64_t chunk = 64 * kKiB; chunk <= group_.layout().slot_bytes && inTime(); chunk *= 2) {
+      Tuning candidate = best_;
+      candidate.one_step_bytes = 0;
+      candidate.chunk_bytes = chunk;
+      const double taken = seconds(candidate, kLargest);
+      // A larger chunk must be worth the cache that it takes.
+      if (best == 0 || taken < 0.97 * best) {
+        best = taken;
+        best_.chunk_bytes = chunk;
+      }
+      best_.chunk_bytes = agree(best_.chunk_bytes);
+    }
+  }
+
+  void chooseOneStep() {
+    for (std::int64_t bytes = 4 * kKiB; bytes <= 128 * kKiB && inTime(); bytes *= 2) {
+      Tuning one = best_;
+      one.one_step_bytes = bytes;
+      Tuning two = best_;
+      two.one_step_bytes = 0;
+      if (agree(seconds(one, bytes) < seconds(two, bytes) ? 1 : 0) == 0) {
+        break;
+      }
+      best_.one_step_bytes = bytes;
+    }
+  }
+
+  // The best of a few calls, as rank 0 sees it.
+  double seconds(const Tuning& tuning, std::int64_t bytes) {
+    group_.setTuning(tuning);
+    double best = 0;
+    for (int i = 0; i < 5; ++i) {
+      barrier(group_);
+      const auto started = Clock::now();
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        allReduce(group_, data_.data(), data_.data(), bytes / 4, DType::Float32, ReduceOp::Max);
+      }
+      const double taken = std::chrono::duration<double>(Clock::now() - started).count();
+      best = i <= 1 ? taken : std::min(best, taken);  // the first one warms up
+    }
+    return best;
+  }
+
+  bool inTime() { return agree(Clock::now() < deadline_ ? 1 : 0) != 0; }
+
+  std::int64_t agree(std::int64_t value) {
+    const Run word = {reinterpret_cast<std::byte*>(&value), sizeof(value)};
+    broadcast(group_, {&word, 1}, 0);
+    return value;
+  }
+
+  Group& group_;
+  Tuning best_;
+  std::vector<std::byte> data_;
+  const Clock::time_point deadline_;
+};
+
+// What users have set on rank 0 goes before what was measured.
+void applyEnvironment(Group& group, Tuning& tuning) {
+  const Environment environment = Environment::read();
+  std::array<std::int64_t, 2> given = {environment.shm_one_step_bytes, environment.shm_chunk_bytes};
+  const Run words = {reinterpret_cast<std::byte*>(given.data()), sizeof(given)};
+  broadcast(group, {&words, 1}, 0);
+  if (given[0] >= 0) {
+    tuning.one_step_bytes = given[0];
+  }
+  if (given[1] >= 0) {
+    tuning.chunk_bytes = std::clamp(given[1], 4 * kKiB, group.layout().slot_bytes);
+  }
+}
+
+}  // namespace
 
 std::int64_t defaultStreamingBytes() {
   const std::int64_t last_cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
   return std::max<std::int64_t>(last_cache / 4, 4 << 20);
 }
 
-Tuning measureTuning(Group& group) { return group.tuning(); }
+Tuning measureTuning(Group& group) {
+  Tuning tuning = Measurement(group).run();
+  applyEnvironment(group, tuning);
+  return tuning;
+}
 
 }  // namespace dc::shm

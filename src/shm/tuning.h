@@ -11,10 +11,11 @@ namespace dc::shm {
 std::int64_t defaultStreamingBytes();
 
 struct Tuning {
-  // An all-reduce of up to so many bytes is done in one step: every rank reads and reduces everything.
+  // An all-reduce of up to so many bytes is done in one step: every rank reads and reduces everything. Longer messages
+  // also spend a turn to learn whether all ranks' tensors lie in shared memory.
   std::int64_t one_step_bytes = 16 << 10;
   // What a rank stages in one turn of a longer collective. At most the size of a slot.
-  std::int64_t chunk_bytes = 128 << 10;
+  std::int64_t chunk_bytes = 256 << 10;
   // Results of at least so many bytes are written past the caches. May differ between ranks.
   std::int64_t streaming_bytes = defaultStreamingBytes();
   // May differ between ranks.
@@ -25,7 +26,8 @@ struct Tuning {
 
 class Group;
 
-// Collective: measures on the group itself. Rank 0 decides.
+// Collective: measures on the group itself, for a few hundredths of a second. What rank 0 finds holds for all, and so
+// do the environment variables of rank 0 (base/environment.h).
 Tuning measureTuning(Group& group);
 
 }  // namespace dc::shm

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "deepcompile/plan/memory.h"
-#include "deepcompile/plan/strategies/schedule_search.h"
+#include "deepcompile/plan/strategies/settings_search.h"
 
 namespace dc::plan {
 namespace {
@@ -36,71 +36,6 @@ BudgetError leastBudget(const Problem& problem, const Settings& settings, const 
   return BudgetError(concat("a budget of ", problem.budget, " bytes is too small: at least ", high,
                             " bytes are needed. With ", low, ": ", reason.what()),
                      high);
-}
-
-// What the settings are measured by.
-struct Facts {
-  explicit Facts(const Problem& problem) : most_grads(problem.cost.saturatingReduce()) {
-    for (std::size_t slot = 0; slot < problem.graph.nodes.size(); ++slot) {
-      largest = std::max(largest, problem.usage.gathered[slot]);
-      Bytes bytes = 0;
-      for (const Index param : problem.graph.nodes[slot].grads) {
-        bytes += problem.graph.params[param].grad;
-      }
-      most_grads = std::max(most_grads, bytes);
-      micros = std::max<Bytes>(micros, problem.graph.nodes[slot].micro + 1);
-    }
-    for (const Param& param : problem.graph.params) {
-      states += param.state;
-    }
-  }
-  Bytes largest = 0;  // gathered for one node
-  Bytes most_grads;   // made by one node, or a saturating bucket
-  Bytes states = 0;
-  Bytes micros = 1;
-};
-
-// Changes the settings of the best plan so far, one thing at a time, for as long as it helps.
-void climb(const Problem& problem, const Facts& facts, Search& search, int most) {
-  const CostModel& cost = problem.cost;
-  const Timeline& start = search.undisturbed();
-  const auto vary = [&](auto change) {
-    bool helped = false;
-    for (int i = 0; i < 3 && search.attempts() < most; ++i) {
-      Settings other = search.best()->settings;
-      change(other);
-      // Once by the times of the best plan so far, once by those of a step without stalls: in a
-      // step that waits for its links, the first say better when a copy or a gather must start;
-      // else the second.
-      const bool better = search.attempt(other, Timeline(search.best()->timeline)) || search.attempt(other, start);
-      if (!better) {
-        return helped;
-      }
-      helped = true;
-    }
-    return helped;
-  };
-  const auto crossing = [&](std::int64_t bandwidth) { return mulDiv(search.best()->step / 2, bandwidth, 1000000000); };
-  for (int round = 0; round < 2; ++round) {
-    vary([&](Settings& s) {
-      s.make_room =
-          s.make_room == 0 ? std::min(facts.states, crossing(cost.machine().to_device.bandwidth)) : s.make_room / 2;
-    });
-    vary([&](Settings& s) { s.gather_bucket *= 4, s.reduce_bucket *= 2; });
-    vary([&](Settings& s) { s.reserve /= 2; }) || vary([&](Settings& s) { s.reserve *= 2; });
-    vary([&](Settings& s) {
-      s.make_room_each = s.make_room_each == 0 ? crossing(cost.machine().to_host.bandwidth) / (2 * facts.micros)
-                                               : s.make_room_each / 2;
-    });
-    vary([&](Settings& s) { s.pending /= 2; }) || vary([&](Settings& s) { s.pending *= 2; });
-    vary([&](Settings& s) { s.reduce_bucket *= 2; }) || vary([&](Settings& s) { s.reduce_bucket /= 2; });
-    vary([&](Settings& s) { s.gather_bucket /= 2; });
-    vary([&](Settings& s) { s.stretch /= 2; }) || vary([&](Settings& s) { s.stretch *= 2; });
-    // Once more with the times as they turned out: what is exposed is known now.
-    if (search.attempts() < most) {
-      search.attempt(search.best()->settings, Timeline(search.best()->timeline));
-    }
-  }
 }
 
 }  // namespace
@@ -154,7 +89,8 @@ Plan Planned::plan(const Problem& problem) const {
   // Climbing ends where no single change of the settings helps; from another start it ends
   // elsewhere.
   constexpr int kClimb = 45;
-  int more = static_cast<int>(std::min<std::size_t>(2000000 / (problem.graph.nodes.size() + 1), 1000)) - most;
+  const int all = static_cast<int>(std::min<std::size_t>(2000000 / (problem.graph.nodes.size() + 1), 1000)) - most;
+  int more = all;
   for (const auto& [room, pending, reserve, bucket] :
        {std::tuple{facts.states, facts.most_grads, facts.largest / 4, Bytes{1}},
         {Bytes{0}, facts.most_grads, facts.largest, Bytes{1}},
@@ -162,7 +98,7 @@ Plan Planned::plan(const Problem& problem) const {
         {facts.states, facts.most_grads / 2, facts.largest / 8, Bytes{8}},
         {facts.states, 4 * facts.most_grads, facts.largest, Bytes{4}},
         {facts.states / 4, facts.most_grads, facts.largest / 8, Bytes{4}}}) {
-    if (more < kClimb) {
+    if (more < all / 2 || more < kClimb) {
       break;
     }
     more -= kClimb;
@@ -179,7 +115,11 @@ Plan Planned::plan(const Problem& problem) const {
       search.take(other);
     }
   }
-  std::size_t left = std::min<std::size_t>(2000, 100000 / (problem.graph.nodes.size() + 1));
+  // A better plan can be where turning single decisions leads nowhere, a worse one where it leads on: what
+  // wandering finds does not replace what climbing found before both are polished.
+  Search wandered = search;
+  const std::size_t tries = std::min<std::size_t>(2000, 100000 / (problem.graph.nodes.size() + 1));
+  std::size_t left = tries;
   polish(problem, search, left);
   // Turning single decisions ends where no single one helps. Other ways of building end elsewhere.
   const Settings settled = search.best()->settings;
@@ -206,6 +146,12 @@ Plan Planned::plan(const Problem& problem) const {
     }
   }
   kick(problem, search, left);
+  if (more >= kClimb) {
+    wander(problem, facts, wandered, more);
+    left = tries / 2;
+    polish(problem, wandered, left);
+    search.take(wandered);
+  }
   return search.best()->plan;
 }
 

@@ -2,6 +2,8 @@
 // builds several and keeps the best; each build is O(n log n).
 #pragma once
 
+#include <span>
+
 #include "deepcompile/plan/memory_tree.h"
 #include "deepcompile/plan/schedule.h"
 
@@ -14,7 +16,11 @@ struct Settings {
   Bytes reduce_bucket = 0;   // reductions are fused up to this size
   int stretch = 1000;        // how much longer than alone a gather is expected to take, in thousandths
   Bytes pending = 0;         // gradients that may wait for their reduction at any time, beside the newest bucket
+  bool farthest = false;     // where memory is short, what is used again last leaves first
+  Bytes defer = 0;           // gradients that are reduced last, beside the updates that do not need them
+  int defer_after = 500;     // they are made after this part of the last backward pass, in thousandths
   Bytes make_room = 0;       // optimizer states to offload beyond what the budget forces
+  int lead = 1000;           // how much longer than alone a copy back to the device is given, in thousandths
   Bytes make_room_each = 0;  // activations to offload in every micro-batch beyond what the budget forces
 };
 
@@ -48,6 +54,7 @@ class ScheduleBuilder {
   struct Bucket;
 
   void planReductions();
+  Nanos deferFrom(Index first_update) const;
   void planOffload();
   void offloadStates(Bytes wanted, bool forced);
   void offloadBuffers(Bytes wanted, bool forced);
@@ -55,6 +62,9 @@ class ScheduleBuilder {
   void requireFit();
   void keepInBlocks();
   void keepGathered();
+  std::vector<Gap> gapsToKeep();
+  void keepUntilFull(std::span<const Gap> gaps);
+  void keepIfFits(std::span<const Gap> gaps);
   void makeResidencies();
   void prefetch();
   std::vector<Bucket> bucketGathers();

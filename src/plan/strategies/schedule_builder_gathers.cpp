@@ -1,5 +1,6 @@
 // What stays gathered, in which buckets the rest is gathered, and when.
 #include <algorithm>
+#include <queue>
 
 #include "deepcompile/plan/strategies/schedule_builder.h"
 
@@ -51,10 +52,8 @@ void ScheduleBuilder::keepInBlocks() {
   }
 }
 
-// Which uses need no gather of their own because the parameter has stayed from the use before. The
-// most valuable first: exposed time saved per byte and time that the byte is held. What does not
-// fit is skipped, what comes after it still tried.
-void ScheduleBuilder::keepGathered() {
+// The gaps that are open to choice.
+std::vector<ScheduleBuilder::Gap> ScheduleBuilder::gapsToKeep() {
   std::vector<Gap> gaps;
   for (std::size_t p = 0; p < graph_.params.size(); ++p) {
     const Param& param = graph_.params[p];
@@ -85,10 +84,69 @@ void ScheduleBuilder::keepGathered() {
       }
     }
   }
+  return gaps;
+}
+
+// Walks through the step and keeps everything; where memory is full, what is used again last leaves.
+// When every gather delays the step alike, no rule saves more of them (for parameters of one size).
+void ScheduleBuilder::keepUntilFull(std::span<const Gap> gaps) {
+  std::vector<std::pair<Index, Index>> pairs;
+  pairs.reserve(gaps.size());
+  for (std::size_t g = 0; g < gaps.size(); ++g) {
+    pairs.emplace_back(gaps[g].begin, static_cast<Index>(g));
+  }
+  const Lists begins(static_cast<std::size_t>(slots_), pairs);
+  std::vector<Bytes> ends(static_cast<std::size_t>(slots_) + 1, 0);  // bytes whose gap ends before this slot
+  std::vector<char> dropped(gaps.size(), 0);
+  std::priority_queue<std::pair<Index, Index>> held;  // (last slot, gap)
+  Bytes bytes = 0;
+  for (Index slot = 0; slot < slots_; ++slot) {
+    bytes -= ends[slot];
+    for (const Index g : begins[slot]) {
+      const Bytes size = graph_.params[gaps[g].param].bytes;
+      bytes += size;
+      ends[gaps[g].end + 1] += size;
+      held.emplace(gaps[g].end, g);
+    }
+    const Bytes room = bytes == 0 ? 0 : problem_.budget - settings_.reserve - memory_.max(slot, slot);
+    while (bytes > std::max<Bytes>(room, 0)) {
+      const auto [end, g] = held.top();
+      held.pop();
+      const Bytes size = graph_.params[gaps[g].param].bytes;
+      bytes -= size;
+      ends[end + 1] -= size;
+      dropped[g] = 1;
+    }
+  }
+  for (std::size_t g = 0; g < gaps.size(); ++g) {
+    if (dropped[g] == 0) {
+      memory_.add(gaps[g].begin, gaps[g].end, graph_.params[gaps[g].param].bytes);
+      kept_[gaps[g].use] = 1;
+    }
+  }
+}
+
+// Which uses need no gather of their own because the parameter has stayed from the use before. The
+// most valuable first: exposed time saved per byte and time that the byte is held. What does not
+// fit is skipped, what comes after it still tried.
+void ScheduleBuilder::keepGathered() {
+  std::vector<Gap> gaps = gapsToKeep();
+  if (settings_.farthest) {
+    const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.lifetime == 0; });
+    keepIfFits({gaps.begin(), free});
+    keepUntilFull({free, gaps.end()});
+  }
   std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
     return static_cast<Wide>(a.value) * b.lifetime > static_cast<Wide>(b.value) * a.lifetime;
   });
+  keepIfFits(gaps);
+}
+
+void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
   for (const Gap& gap : gaps) {
+    if (kept_[gap.use] != 0) {
+      continue;
+    }
     const Bytes bytes = graph_.params[gap.param].bytes;
     const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
     if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {

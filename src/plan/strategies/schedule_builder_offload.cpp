@@ -74,7 +74,8 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
   for (std::size_t m = schedule_.moves.size(); m-- > before;) {
     Move& move = schedule_.moves[m];
     const Bytes state = deviceBytes(graph_, move.item);
-    channel = std::min(channel, timeline_.reach[move.need]) - problem_.cost.toDevice(state);
+    channel =
+        std::min(channel, timeline_.reach[move.need]) - mulDiv(problem_.cost.toDevice(state), settings_.lead, 1000);
     const Index wanted_at = std::max(positionAt(channel, move.need), move.offload == 0 ? move.offloaded : 0);
     const Index full = memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - settings_.reserve - state);
     const Index at = std::max(wanted_at, full + 1);
@@ -97,7 +98,14 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
 // Activations that are made early and read late: those over slots that do not fit, and `wanted`
 // bytes of each micro-batch.
 void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
+  // States have the links to themselves: those that leave at the start are ahead of every buffer, and a
+  // buffer that returns while they do would wait for them.
   Nanos leaving = 0;
+  Nanos returning = timeline_.reach.back();
+  for (const Move& move : schedule_.moves) {
+    leaving += move.offload == 0 ? problem_.cost.toHost(deviceBytes(graph_, move.item)) : 0;
+    returning = std::min(returning, timeline_.reach[move.reload]);
+  }
   Index micro = kNone;
   Bytes moved = 0;
   std::vector<std::size_t> mine;
@@ -135,7 +143,7 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
       micro = m;
       const Nanos half =
           timeline_.reach[longest_from + 1] + (timeline_.reach[longest_to] - timeline_.reach[longest_from + 1]) / 2;
-      if (moved >= wanted || left > half) {
+      if (moved >= wanted || left > half || timeline_.reach[longest_to] > returning) {
         continue;
       }
       moved += bytes;

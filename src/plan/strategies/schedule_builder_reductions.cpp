@@ -5,6 +5,17 @@
 
 namespace dc::plan {
 
+// The time from which gradients may be held back until the updates begin.
+Nanos ScheduleBuilder::deferFrom(Index first_update) const {
+  Index begin = first_update;
+  while (begin > 0 && graph_.nodes[begin - 1].phase == Phase::Backward &&
+         graph_.nodes[begin - 1].micro == graph_.nodes[first_update - 1].micro) {
+    --begin;
+  }
+  const Nanos from = timeline_.reach[begin];
+  return from + mulDiv(timeline_.reach[first_update] - from, settings_.defer_after, 1000);
+}
+
 // Buckets go out as soon as they are full, or earlier when holding them longer does not fit. Each
 // wait sinks to where the reduction is expected to be done, or to where memory is needed, whichever
 // comes first.
@@ -50,7 +61,8 @@ void ScheduleBuilder::planReductions() {
     channel = std::max(channel, timeline_.reach[launch]) + mulDiv(problem_.cost.reduce(bytes), settings_.stretch, 1000);
     const auto done = std::lower_bound(timeline_.reach.begin() + launch, timeline_.reach.end(), channel);
     const auto expected = std::min(static_cast<Index>(done - timeline_.reach.begin()), slots_);
-    if (expected < open.wait) {
+    const bool beside_updates = why == Why::BesideUpdates;
+    if (expected < open.wait && !beside_updates) {
       open.wait = expected;
       open.wait_reason = {Why::Sunk};
     }
@@ -62,15 +74,50 @@ void ScheduleBuilder::planReductions() {
     memory_.add(launch, open.wait - 1, bytes);
     // A backlog of reductions only takes memory that would save gathers: the links cannot run
     // faster.
-    settle(launch, settings_.pending);
+    if (!beside_updates) {
+      settle(launch, settings_.pending);
+    }
     pending += bytes;
     schedule_.reductions.push_back(std::move(open));
     open = {};
     bytes = 0;
   };
+  // Parameters are updated in an order of their own, often the reverse of that in which their gradients are
+  // made. Those that are updated late can be reduced beside the updates, if memory holds them until then.
+  Index first_update = 0;
+  while (first_update < slots_ && graph_.nodes[first_update].kind != NodeKind::Optimizer) {
+    ++first_update;
+  }
+  Bytes defer = first_update == slots_ ? 0 : settings_.defer;
+  const Nanos defer_from = defer > 0 ? deferFrom(first_update) : 0;
+  std::vector<std::pair<Index, Index>> deferred;  // update, parameter
+  const auto defers = [&](Index param, Index slot) {
+    const Bytes grad = graph_.params[param].grad;
+    if (grad == 0 || grad > defer || slot >= first_update || timeline_.reach[slot] < defer_from ||
+        usage_.update[param] == kNone || usage_.contributions[param].back() != slot ||
+        memory_.max(slot + 1, first_update - 1) + grad + settings_.reserve > problem_.budget) {
+      return false;
+    }
+    defer -= grad;
+    memory_.add(slot + 1, first_update - 1, grad);
+    deferred.emplace_back(usage_.update[param], param);
+    return true;
+  };
   Index micro = kNone;
   for (Index slot = 0; slot < slots_; ++slot) {
     const Node& node = graph_.nodes[slot];
+    if (slot == first_update && !deferred.empty()) {
+      flush(slot, Why::BucketEnd);
+      std::sort(deferred.begin(), deferred.end());
+      for (const auto& [update, param] : deferred) {
+        open.params.push_back(param);
+        bytes += graph_.params[param].grad;
+        if (bytes >= settings_.reduce_bucket) {
+          flush(slot, Why::BesideUpdates);
+        }
+      }
+      flush(slot, Why::BesideUpdates);
+    }
     if (node.micro != micro || node.kind == NodeKind::Optimizer) {
       flush(slot, Why::BucketEnd);
       micro = node.micro;
@@ -95,7 +142,7 @@ void ScheduleBuilder::planReductions() {
         memory_.add(open_since[param] + 1, slot - 1, graph_.params[param].grad);
       }
       open_since[param] = more ? slot : kNone;
-      if (!more) {
+      if (!more && !defers(param, slot)) {
         open.params.push_back(param);
         bytes += graph_.params[param].grad;
       }

@@ -76,12 +76,21 @@ std::vector<std::int32_t> weigh(const Problem& problem, const Plan& plan, const 
   return weights;
 }
 
+// The times as they turned out, but for the stalls on copies: whoever plans the copies by times that
+// contain those stalls plans the same stalls again.
 Timeline observed(const Problem& problem, const Plan& plan, const Simulation& run) {
   Timeline timeline;
   timeline.reach.assign(problem.graph.nodes.size() + 1, 0);
+  std::vector<char> copies(static_cast<std::size_t>(plan.ops), 0);
+  Nanos stalled = 0;
   for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
-    if (plan.instructions[i].node != kNone) {
-      timeline.reach[plan.instructions[i].node + 1] = run.end[i];
+    const Instruction& in = plan.instructions[i];
+    if (in.kind == NodeKind::Offload || in.kind == NodeKind::Reload) {
+      copies[in.op] = 1;
+    } else if (in.kind == NodeKind::Wait && copies[in.op] != 0) {
+      stalled += run.end[i] - run.start[i];
+    } else if (in.node != kNone) {
+      timeline.reach[in.node + 1] = run.end[i] - stalled;
     }
   }
   timeline.weight = weigh(problem, plan, run);

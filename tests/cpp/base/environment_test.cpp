@@ -28,5 +28,16 @@ TEST(Environment, AnUnknownValueIsAnErrorThatNamesVariableValueAndChoices) {
   unsetenv("DEEPCOMPILE_CPU_STREAM");
 }
 
+TEST(Environment, SizesAreNumbersOfBytes) {
+  EXPECT_EQ(Environment::read().shm_chunk_bytes, -1);
+  setenv("DEEPCOMPILE_SHM_CHUNK_BYTES", "65536", 1);
+  EXPECT_EQ(Environment::read().shm_chunk_bytes, 65536);
+  for (const char* wrong : {"64k", "-1", "x"}) {
+    setenv("DEEPCOMPILE_SHM_CHUNK_BYTES", wrong, 1);
+    EXPECT_THROW(Environment::read(), Error) << wrong;
+  }
+  unsetenv("DEEPCOMPILE_SHM_CHUNK_BYTES");
+}
+
 }  // namespace
 }  // namespace dc

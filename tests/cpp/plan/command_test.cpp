@@ -39,8 +39,8 @@ std::string readAll(const std::string& path) {
 TEST(Command, HelpNamesEveryOptionAndExitCode) {
   const CommandResult result = runCommand({"--help"});
   EXPECT_EQ(result.status, kDone);
-  for (const char* word : {"plan GRAPH", "--machine", "--budget", "--strategy", "--explain", "--trace", "--compare",
-                           "--accumulate", "Exit status"}) {
+  for (const char* word : {"plan GRAPH", "--machine", "--budget", "--strategy", "--explain", "--trace", "--html",
+                           "--compare", "--accumulate", "Exit status"}) {
     EXPECT_NE(result.out.find(word), std::string::npos) << word;
   }
 }
@@ -57,6 +57,34 @@ TEST(Command, PlansAFileOnAMachineFile) {
   ASSERT_EQ(result.status, kDone) << result.error;
   EXPECT_NE(result.out.find("gather g0 a"), std::string::npos) << result.out;
   EXPECT_NE(readAll(folder.path("t")).find("\"gather channel\""), std::string::npos);
+}
+
+TEST(Command, WritesTheExplanationAsOnePageWithAPictureAndNothingFromOutside) {
+  const Folder folder;
+  const CommandResult result = runCommand({"simulate", "--model", "gpt2-small", "--machine", "8xa100", "--accumulate",
+                                           "80", "--strategy", "on_demand", "--html", folder.path("h")});
+  ASSERT_EQ(result.status, kDone) << result.error;
+  const std::string page = readAll(folder.path("h"));
+  for (const char* part : {"<svg", "gather channel", "Memory at its peak", "on demand: nothing is prefetched",
+                           "class=\"wait\"", "</html>"}) {
+    EXPECT_NE(page.find(part), std::string::npos) << part;
+  }
+  for (const char* part : {"http", "<script", "src=", "href="}) {
+    EXPECT_EQ(page.find(part), std::string::npos) << part;
+  }
+  EXPECT_LT(page.size(), 1000000) << "10,000 nodes must not make a page that no one can open";
+}
+
+TEST(Command, NamesInThePageAreEscaped) {
+  const Folder folder;
+  const std::string graph =
+      folder.write("g", "graph <b>&\nworld 2\nparam <i> bytes=100\nnode n<u>\" compute time=1us uses=<i>\n");
+  const CommandResult result = runCommand({"plan", graph, "--strategy", "on_demand", "--html", folder.path("h")});
+  ASSERT_EQ(result.status, kDone) << result.error;
+  const std::string page = readAll(folder.path("h"));
+  EXPECT_NE(page.find("&lt;b&gt;&amp;"), std::string::npos);
+  EXPECT_NE(page.find("n&lt;u&gt;&quot;"), std::string::npos);
+  EXPECT_EQ(page.find("<i>"), std::string::npos);
 }
 
 TEST(Command, ABudgetInPercentIsRelativeToTheLeastThatFits) {

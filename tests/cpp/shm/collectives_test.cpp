@@ -49,5 +49,38 @@ TEST_P(Collectives, GiveTheRightBitsWithMeasuredThresholds) {
             noErrors(ranks));
 }
 
+TEST(Tuning, IsTheSameOnAllRanks) {
+  GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  EXPECT_EQ(onProcessGroup(2, options,
+                           [](Group& group) {
+                             std::int64_t mine[2] = {group.tuning().one_step_bytes, group.tuning().chunk_bytes};
+                             std::int64_t all[2] = {0, 0};
+                             allReduce(group, mine, all, 2, DType::Int64, ReduceOp::Max);
+                             check(all[0] == mine[0] && all[1] == mine[1], "ranks differ");
+                             allReduce(group, mine, all, 2, DType::Int64, ReduceOp::Min);
+                             check(all[0] == mine[0] && all[1] == mine[1], "ranks differ");
+                           }),
+            noErrors(2));
+}
+
+TEST(Tuning, OfRankZeroIsSetByTheEnvironment) {
+  GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  EXPECT_EQ(Processes(3,
+                      [&](int rank, const std::filesystem::path& directory) {
+                        if (rank == 0) {
+                          ::setenv("DEEPCOMPILE_SHM_ONE_STEP_BYTES", "12345", 1);
+                          ::setenv("DEEPCOMPILE_SHM_CHUNK_BYTES", "20000", 1);
+                        }
+                        const auto group = openGroup(directory, rank, 3, options);
+                        check(group->tuning().one_step_bytes == 12345, "not what rank 0 has set");
+                        check(group->tuning().chunk_bytes == 20000, "not what rank 0 has set");
+                        manyRandom(*group, 77, 30, 100'000);
+                      })
+                .errors(),
+            noErrors(3));
+}
+
 }  // namespace
 }  // namespace dc::shm::testing

@@ -141,6 +141,7 @@ class Processes {
 
 inline std::unique_ptr<Group> openGroup(const std::filesystem::path& directory, int rank, int ranks,
                                         const GroupOptions& options = {}) {
+  std::filesystem::create_directories(directory);
   DirectoryRendezvous rendezvous(directory);
   std::string reason;
   auto group = Group::open(rendezvous, rank, ranks, options, reason);
