@@ -12,6 +12,7 @@ add_library(
   comm/shm_backend_messages.cpp
   comm/shm_backend_moves.cpp
   comm/shm_backend_reductions.cpp
+  comm/shm_communicator.cpp
   comm/shm_rendezvous.cpp
   comm/shm_tensors.cpp
   comm/shm_work.cpp
@@ -38,8 +39,9 @@ add_library(
   runtime/tensor_text.cpp
   runtime/z1_executor.cpp
   runtime/z3_executor.cpp)
-target_link_libraries(deepcompile PRIVATE dc_flags dc_shm PUBLIC PythonTorch::torch)
-set_target_properties(deepcompile PROPERTIES LINK_LIBRARY_OVERRIDE "WHOLE_ARCHIVE,dc_base,dc_shm")
+# As objects, not as archives: what others call of them must be seen (see --exclude-libs).
+target_sources(deepcompile PRIVATE $<TARGET_OBJECTS:dc_base> $<TARGET_OBJECTS:dc_shm>)
+target_link_libraries(deepcompile PRIVATE dc_flags "${HWY_LIBRARY}" Threads::Threads PUBLIC PythonTorch::torch)
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.

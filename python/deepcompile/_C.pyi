@@ -18,15 +18,33 @@ class Config:
     debug: bool
     def __init__(self) -> None: ...
 
+class ShmGroup:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+def open_shm_group(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    *,
+    slot_bytes: int | None = None,
+    like: ShmGroup | None = None,
+) -> ShmGroup | str: ...
+def communicator_choice() -> str: ...
+
 class Runtime:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
         config: Config,
         initial_reduce_bucket_size: int,
-        gather: Backend,
-        reduce: Backend,
-        control: Backend,
+        gather: Backend | ShmGroup,
+        reduce: Backend | ShmGroup,
+        control: Backend | ShmGroup,
         local_ranks: int,
     ) -> None: ...
     def register_param(

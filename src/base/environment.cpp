@@ -40,6 +40,7 @@ void readBytes(const char* variable, std::int64_t& value) {
 Environment Environment::read() {
   Environment environment;
   readChoice("DEEPCOMPILE_CPU_STREAM", environment.cpu_stream, {"auto", "inline", "worker"});
+  readChoice("DEEPCOMPILE_COMMUNICATOR", environment.communicator, {"auto", "c10d"});
   readChoice("DEEPCOMPILE_LOG", environment.log, {"error", "warning", "info", "debug"});
   readBytes("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes);
   readBytes("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes);

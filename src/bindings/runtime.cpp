@@ -1,6 +1,8 @@
 // The runtime and its default instance.
 #include "deepcompile/runtime/runtime.h"
 
+#include <variant>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -9,6 +11,7 @@
 
 #include "deepcompile/bindings/bindings.h"
 #include "deepcompile/comm/c10d_communicator.h"
+#include "deepcompile/comm/shm_communicator.h"
 
 namespace dc {
 namespace {
@@ -17,16 +20,23 @@ namespace py = pybind11;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using Channel = std::variant<std::shared_ptr<shm::Group>, BackendPtr>;
 
-// `gather` and `reduce` are the same object where the group's backend has to serve both.
+std::shared_ptr<Communicator> communicatorOf(const Channel& channel, const std::shared_ptr<Traffic>& traffic) {
+  const auto* shared = std::get_if<std::shared_ptr<shm::Group>>(&channel);
+  return shared != nullptr ? makeShmCommunicator(*shared, traffic)
+                           : makeC10dCommunicator(std::get<BackendPtr>(channel), traffic);
+}
+
+// Channels are the same object where one has to serve several purposes.
 std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config, std::int64_t bucket_size,
-                                     const BackendPtr& gather, const BackendPtr& reduce, const BackendPtr& control,
+                                     const Channel& gather, const Channel& reduce, const Channel& control,
                                      int local_ranks) {
-  auto context = std::make_shared<Context>(config, gather->getRank(), gather->getSize());
+  auto context = std::make_shared<Context>(config, group->getRank(), group->getSize());
   Channels channels;
-  channels.gather = makeC10dCommunicator(gather, context->traffic);
-  channels.reduce = gather == reduce ? channels.gather : makeC10dCommunicator(reduce, context->traffic);
-  channels.control = gather == control ? channels.gather : makeC10dCommunicator(control, context->traffic);
+  channels.gather = communicatorOf(gather, context->traffic);
+  channels.reduce = gather == reduce ? channels.gather : communicatorOf(reduce, context->traffic);
+  channels.control = gather == control ? channels.gather : communicatorOf(control, context->traffic);
   // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
   // so the runtime is destroyed without it, wherever the last reference goes.
   return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks),
@@ -58,6 +68,7 @@ py::dict statsOf(Runtime& runtime) {
   py::dict all;
   all["rank"] = runtime.context().rank;
   all["world_size"] = runtime.context().size;
+  all["shared_memory"] = runtime.channels().gather->spins();
   all["cpu_stream"] = runtime.streamMode() == CpuStreamMode::Worker ? "worker" : "inline";
   all["parameters"] = runtime.parameterCount();
   all["collectives"] = calls;

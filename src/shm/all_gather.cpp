@@ -45,19 +45,19 @@ void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
     destinations.emplace_back(to[r]);
   }
   pipeline(
-      call, chunksFor(largest, chunk),
-      [&](std::int64_t, std::uint64_t turn) {
-        std::byte* place = call.stageData(turn, slot);
+      call, chunksFor(largest, chunk), slot,
+      [&](std::int64_t, const Turn& turn) {
+        std::byte* place = call.stageData(turn);
         source.take(chunk, [&](std::byte* data, std::int64_t bytes) {
           copyInto(destinations[static_cast<std::size_t>(me)], data, bytes, streaming);
           copyBytes(place, data, bytes, call.stagesPastCaches());
           place += bytes;
         });
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         for (int r = 0; r < group.size(); ++r) {
           if (r != me) {
-            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn, slot), chunk, streaming);
+            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn), chunk, streaming);
           }
         }
       });

@@ -45,15 +45,15 @@ void inOneStep(const AllReduce& task, Call& call) {
   std::vector<const std::byte*> many(ranks > kFew ? static_cast<std::size_t>(ranks) : 0);
   const std::span<const std::byte*> inputs(ranks > kFew ? many.data() : few.data(), static_cast<std::size_t>(ranks));
   pipeline(
-      call, chunksFor(task.bytes(), chunk),
-      [&](std::int64_t piece, std::uint64_t turn) {
+      call, chunksFor(task.bytes(), chunk), slot,
+      [&](std::int64_t piece, const Turn& turn) {
         if (ranks > 1) {
-          copyBytes(call.stageData(turn, slot), task.in + piece * chunk, bytes(piece), call.stagesPastCaches());
+          copyBytes(call.stageData(turn), task.in + piece * chunk, bytes(piece), call.stagesPastCaches());
         }
       },
-      [&](std::int64_t piece, std::uint64_t turn) {
+      [&](std::int64_t piece, const Turn& turn) {
         for (int r = 0; r < ranks; ++r) {
-          inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + piece * chunk : call.staged(r, turn, slot);
+          inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + piece * chunk : call.staged(r, turn);
         }
         std::byte* out = task.out + piece * chunk;
         reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(piece) / task.element, task.streams());
@@ -119,14 +119,12 @@ class InTwoSteps {
   std::int64_t stagedBytes() const { return partBytes() * (call_.ranks() - 1); }
   // Where in the slot of `owner` the part of `reader` lies: a rank keeps its own part to itself.
   std::int64_t place(int owner, int reader) const { return (reader < owner ? reader : reader - 1) * partBytes(); }
-  std::uint64_t turnOf(std::int64_t piece) const { return first_ + static_cast<std::uint64_t>(piece); }
+  // Of the pieces that are under way: at most three.
+  Turn& turnOf(std::int64_t piece) { return turns_[static_cast<std::size_t>(piece % kRing)]; }
 
   void stage(std::int64_t piece) {
-    const std::uint64_t turn = call_.nextTurn();
-    if (piece == 0) {
-      first_ = turn;
-    }
-    std::byte* slot = call_.stageData(turn, stagedBytes());
+    const Turn turn = turnOf(piece) = call_.nextTurn(stagedBytes(), partBytes());
+    std::byte* slot = call_.stageData(turn);
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
         const Part p = part(piece, r);
@@ -138,13 +136,12 @@ class InTwoSteps {
   }
 
   void reducePart(std::int64_t piece) {
-    const std::uint64_t turn = turnOf(piece);
+    const Turn turn = turnOf(piece);
     const int me = call_.rank();
     const Part p = part(piece, me);
     call_.awaitPosts(turn);
     for (int r = 0; r < call_.ranks(); ++r) {
-      inputs_[static_cast<std::size_t>(r)] =
-          r == me ? task_.in + p.begin : call_.staged(r, turn, stagedBytes()) + place(r, me);
+      inputs_[static_cast<std::size_t>(r)] = r == me ? task_.in + p.begin : call_.staged(r, turn) + place(r, me);
     }
     // Block by block, so that what is copied to the result slot is still in the nearest cache.
     const std::int64_t block = kBlockBytes / task_.element;
@@ -164,7 +161,7 @@ class InTwoSteps {
   }
 
   void copyOut(std::int64_t piece) {
-    const std::uint64_t turn = turnOf(piece);
+    const Turn turn = turnOf(piece);
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
         const Part p = part(piece, r);
@@ -179,7 +176,7 @@ class InTwoSteps {
   std::vector<const std::byte*> inputs_;
   std::int64_t pieces_ = 0;
   std::int64_t part_ = 0;  // elements
-  std::uint64_t first_ = 0;
+  std::array<Turn, kRing> turns_;
 };
 
 }  // namespace

@@ -20,14 +20,13 @@ std::int64_t agreeOnSizes(Group& group, Call& call, const RunTable& from, const 
     sizes[r] = bytesOf(from[static_cast<int>(r)]);
     sizes[ranks + r] = bytesOf(to[static_cast<int>(r)]);
   }
-  const std::uint64_t turn = call.nextTurn();
-  std::memcpy(call.stage(turn, bytes), sizes.data(), static_cast<std::size_t>(bytes));
+  const Turn turn = call.nextTurn(bytes);
+  std::memcpy(call.stage(turn), sizes.data(), static_cast<std::size_t>(bytes));
   call.post(turn);
   call.awaitPosts(turn);
   std::vector<std::int64_t> all(ranks * 2 * ranks);
   for (std::size_t r = 0; r < ranks; ++r) {
-    std::memcpy(all.data() + r * 2 * ranks, call.staged(static_cast<int>(r), turn, bytes),
-                static_cast<std::size_t>(bytes));
+    std::memcpy(all.data() + r * 2 * ranks, call.staged(static_cast<int>(r), turn), static_cast<std::size_t>(bytes));
   }
   std::int64_t largest = 0;
   for (std::size_t sender = 0; sender < ranks; ++sender) {
@@ -64,9 +63,9 @@ void allToAll(Group& group, const RunTable& from, const RunTable& to) {
     destinations.emplace_back(to[r]);
   }
   pipeline(
-      call, chunksFor(largest, part),
-      [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stageData(turn, slot);
+      call, chunksFor(largest, part), slot,
+      [&](std::int64_t, const Turn& turn) {
+        std::byte* own = call.stageData(turn);
         for (int r = 0; r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != me) {
@@ -78,10 +77,10 @@ void allToAll(Group& group, const RunTable& from, const RunTable& to) {
           });
         }
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         for (int r = 0; r < ranks; ++r) {
           if (r != me) {
-            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn, slot) + place(r, me), part);
+            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn) + place(r, me), part);
           }
         }
       });

@@ -14,15 +14,15 @@ void broadcast(Group& group, Runs data, int root) {
   Cursor cursor(data);
   const bool sends = group.rank() == root;
   pipeline(
-      call, chunksFor(total, chunk),
-      [&](std::int64_t, std::uint64_t turn) {
+      call, chunksFor(total, chunk), slot,
+      [&](std::int64_t, const Turn& turn) {
         if (sends && group.size() > 1) {
-          copyOut(call.stageData(turn, slot), cursor, chunk, call.stagesPastCaches());
+          copyOut(call.stageData(turn), cursor, chunk, call.stagesPastCaches());
         }
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         if (!sends) {
-          copyInto(cursor, call.staged(root, turn, slot), chunk);
+          copyInto(cursor, call.staged(root, turn), chunk);
         }
       });
 }

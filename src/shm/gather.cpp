@@ -27,20 +27,20 @@ void gather(Group& group, Runs from, const RunTable& to, int root) {
     destinations.emplace_back(to[r]);
   }
   pipeline(
-      call, chunksFor(total, chunk),
-      [&](std::int64_t, std::uint64_t turn) {
+      call, chunksFor(total, chunk), slot,
+      [&](std::int64_t, const Turn& turn) {
         if (!takes) {
-          copyOut(call.stageData(turn, slot), source, chunk, call.stagesPastCaches());
+          copyOut(call.stageData(turn), source, chunk, call.stagesPastCaches());
           return;
         }
         source.take(chunk, [&](std::byte* data, std::int64_t bytes) {
           copyInto(destinations[static_cast<std::size_t>(root)], data, bytes);
         });
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         for (int r = 0; takes && r < group.size(); ++r) {
           if (r != root) {
-            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn, slot), chunk);
+            copyInto(destinations[static_cast<std::size_t>(r)], call.staged(r, turn), chunk);
           }
         }
       });

@@ -49,7 +49,10 @@ Group::Group(int rank, Layout layout, std::shared_ptr<Segment> memory, const Gro
       patience_(Patience::forRanks(layout.ranks)),
       owner_(::getpid()),
       timeout_(options.timeout.count()),
-      tuning_(options.tuning.value_or(Tuning{})) {
+      tuning_(options.tuning.value_or(Tuning{})),
+      short_stages_(0, kShortBytes),
+      stages_(short_stages_.end(), layout.slot_bytes),
+      results_(stages_.end(), layout.resultBytes()) {
   RankBlock& own = block(rank_);
   own.pid = owner_;
   own.state.store(RankState::Present, std::memory_order_release);
@@ -196,12 +199,12 @@ void Group::giveUp() {
   std::abort();  // unreachable
 }
 
-void Group::failMismatch(std::uint64_t turn) {
+void Group::failMismatch(std::uint64_t number) {
   // Ranks by what they mean, as far as they have said it.
   std::vector<std::pair<std::string, std::string>> sides;
   for (int r = 0; r < size(); ++r) {
-    const Post& post = block(r).posts[turn % kRing];
-    if (post.turn.load(std::memory_order_acquire) != turn) {
+    const Post& post = block(r).posts[number % kRing];
+    if (post.turn.load(std::memory_order_acquire) != number) {
       continue;
     }
     const std::string meant = text(post.meaning);
@@ -234,41 +237,36 @@ Call::~Call() {
   }
 }
 
-void Call::post(std::uint64_t turn) {
+void Call::post(const Turn& turn) {
   RankBlock& own = group_.block(group_.rank_);
-  Post& post = own.posts[turn % kRing];
+  Post& post = own.posts[turn.number % kRing];
   post.meaning = group_.meaning_;
-  publish(post.turn, turn, own.sleepers);
+  publish(post.turn, turn.number, own.sleepers);
 }
 
-void Call::await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t turn) {
+void Call::await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t number) {
   group_.awaited_ = rank;
-  awaitAtLeast(word, turn, group_.block(rank).sleepers, group_.patience_, group_);
+  awaitAtLeast(word, number, group_.block(rank).sleepers, group_.patience_, group_);
 }
 
-void Call::awaitPosts(std::uint64_t turn) {
+void Call::awaitPosts(const Turn& turn) {
   for (int r = 0; r < ranks(); ++r) {
     if (r == group_.rank_) {
       continue;
     }
-    const Post& post = group_.block(r).posts[turn % kRing];
-    await(r, post.turn, turn);
+    const Post& post = group_.block(r).posts[turn.number % kRing];
+    await(r, post.turn, turn.number);
     if (post.meaning != group_.meaning_) [[unlikely]] {
-      group_.failMismatch(turn);
+      group_.failMismatch(turn.number);
     }
   }
 }
 
-std::byte* Call::result(int rank, std::uint64_t turn) const {
-  return group_.slots(rank) + kRing * group_.layout_.slot_bytes +
-         static_cast<std::int64_t>(turn % kRing) * group_.layout_.resultBytes();
-}
-
-void Call::postResult(std::uint64_t turn) {
+void Call::postResult(const Turn& turn) {
   RankBlock& own = group_.block(group_.rank_);
-  publish(own.reduced.value, turn, own.sleepers);
+  publish(own.reduced.value, turn.number, own.sleepers);
 }
 
-void Call::awaitResult(int rank, std::uint64_t turn) { await(rank, group_.block(rank).reduced.value, turn); }
+void Call::awaitResult(int rank, const Turn& turn) { await(rank, group_.block(rank).reduced.value, turn.number); }
 
 }  // namespace dc::shm

@@ -25,8 +25,36 @@ namespace dc::shm {
 struct GroupOptions {
   std::string name = "default";                // in errors
   std::chrono::milliseconds timeout{300'000};  // of every wait
-  std::int64_t slot_bytes = 512 << 10;         // of shared memory for one rank and turn; there are up to 8
-  std::optional<Tuning> tuning;                // measured when not given
+  std::int64_t slot_bytes =
+      512 << 10;  // of the most that a rank stages in a turn; a group takes up to 12 of them for each rank
+  std::optional<Tuning> tuning;  // measured when not given
+};
+
+// One turn of a call: its number, how much every rank stages in it, and where in the ranks' slots it lies (-1: in the
+// post).
+struct Turn {
+  std::uint64_t number = 0;
+  std::int64_t bytes = 0;
+  std::int64_t stage = -1;
+  std::int64_t result = -1;
+};
+
+// Slots one after the other through an area, from its start again where the rest is too small.
+class SlotArea {
+ public:
+  SlotArea(std::int64_t begin, std::int64_t largest_slot) : begin_(begin), end_(begin + kSlots * largest_slot) {}
+  std::int64_t next(std::int64_t bytes) {
+    const std::int64_t size = (bytes + kLine - 1) / kLine * kLine;
+    const std::int64_t begin = position_ + size <= end_ ? position_ : begin_;
+    position_ = begin + size;
+    return begin;
+  }
+  std::int64_t end() const { return end_; }
+
+ private:
+  std::int64_t begin_;
+  std::int64_t end_;
+  std::int64_t position_ = begin_;
 };
 
 class Group final : private Watch {
@@ -82,7 +110,7 @@ class Group final : private Watch {
   std::byte* slots(int rank) const { return memory_->data() + layout_.slots() + rank * layout_.slotsOfRank(); }
   bool hopeless(Clock::time_point started) override;
   [[noreturn]] void giveUp() override;
-  [[noreturn]] void failMismatch(std::uint64_t turn);
+  [[noreturn]] void failMismatch(std::uint64_t number);
 
   const int rank_;
   const Layout layout_;
@@ -102,6 +130,9 @@ class Group final : private Watch {
   Meaning meaning_;         // of the call in progress
   int awaited_ = -1;        // the rank that the call in progress waits for
   std::string hopeless_because_;
+  SlotArea short_stages_;
+  SlotArea stages_;
+  SlotArea results_;
   StagingChoice staging_;
 };
 
@@ -116,14 +147,19 @@ class Call {
 
   int rank() const { return group_.rank_; }
   int ranks() const { return group_.layout_.ranks; }
-  std::uint64_t nextTurn() { return ++group_.turn_; }
 
-  // Where this rank puts the `bytes` bytes that its peers read in `turn`.
-  std::byte* stage(std::uint64_t turn, std::int64_t bytes) const { return at(group_.rank_, turn, bytes); }
+  // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.
+  Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0) {
+    return {++group_.turn_, staged_bytes, stagePlace(staged_bytes),
+            result_bytes == 0 ? -1 : group_.results_.next(result_bytes)};
+  }
+
+  // Where this rank puts what its peers read in `turn`.
+  std::byte* stage(const Turn& turn) const { return at(group_.rank_, turn); }
   // The same for data, with a look at how it is best written.
-  std::byte* stageData(std::uint64_t turn, std::int64_t bytes) {
-    std::byte* slot = stage(turn, bytes);
-    if (bytes >= StagingChoice::kLeastBytes) {
+  std::byte* stageData(const Turn& turn) {
+    std::byte* slot = stage(turn);
+    if (turn.bytes >= StagingChoice::kLeastBytes) {
       group_.staging_.probe(slot);
     }
     return slot;
@@ -134,25 +170,28 @@ class Call {
     return staging == Staging::Adaptive ? group_.staging_.pastCaches() : staging == Staging::PastCaches;
   }
   // Tells the peers that the stage of `turn` is written.
-  void post(std::uint64_t turn);
+  void post(const Turn& turn);
   // Returns when every peer has posted `turn`, and meant the same.
-  void awaitPosts(std::uint64_t turn);
-  // Where `rank` has put its bytes; valid between awaitPosts(turn) and the post of turn + 2.
-  const std::byte* staged(int rank, std::uint64_t turn, std::int64_t bytes) const { return at(rank, turn, bytes); }
+  void awaitPosts(const Turn& turn);
+  // Where `rank` has put its bytes; valid between awaitPosts(turn) and the post of the turn after the next.
+  const std::byte* staged(int rank, const Turn& turn) const { return at(rank, turn); }
 
-  // The second half of a turn, in the same way: every rank's result, valid until the post of turn + 3.
-  std::byte* result(int rank, std::uint64_t turn) const;
-  void postResult(std::uint64_t turn);
-  void awaitResult(int rank, std::uint64_t turn);
+  // The second half of a turn, in the same way: every rank's result, valid until the post of the third turn after it.
+  std::byte* result(int rank, const Turn& turn) const { return group_.slots(rank) + turn.result; }
+  void postResult(const Turn& turn);
+  void awaitResult(int rank, const Turn& turn);
 
  private:
-  std::byte* at(int rank, std::uint64_t turn, std::int64_t bytes) const {
+  std::int64_t stagePlace(std::int64_t bytes) {
     if (bytes <= kInlineBytes) {
-      return group_.block(rank).posts[turn % kRing].payload;
+      return -1;
     }
-    return group_.slots(rank) + static_cast<std::int64_t>(turn % kRing) * group_.layout_.slot_bytes;
+    return bytes <= kShortBytes ? group_.short_stages_.next(bytes) : group_.stages_.next(bytes);
   }
-  void await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t turn);
+  std::byte* at(int rank, const Turn& turn) const {
+    return turn.stage < 0 ? group_.block(rank).posts[turn.number % kRing].payload : group_.slots(rank) + turn.stage;
+  }
+  void await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t number);
 
   Group& group_;
   const std::unique_lock<std::mutex> lock_;

@@ -19,6 +19,10 @@ namespace dc::shm {
 
 inline constexpr std::int64_t kLine = 128;
 inline constexpr int kRing = 4;
+inline constexpr int kSlots = 6;
+
+// Short messages have an area of their own, which stays in the nearest cache: there latency counts.
+inline constexpr std::int64_t kShortBytes = 2048;
 inline constexpr std::uint64_t kMagic = 0x6463'7368'6d30'3033;  // changes with the layout
 
 // A message of up to kInlineBytes rides in the post itself, so that one transfer of a line pair brings all of it.
@@ -67,13 +71,13 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "waits between pr
 // Where the parts lie, for so many ranks and so large slots.
 struct Layout {
   int ranks = 0;
-  std::int64_t slot_bytes = 0;     // of one stage slot; a multiple of the page size
+  std::int64_t slot_bytes = 0;     // of the largest stage slot; a multiple of the page size
   std::int64_t mailbox_bytes = 0;  // of one mailbox; there is one for each ordered pair of ranks
 
   std::int64_t resultBytes() const { return slot_bytes / (ranks > 1 ? ranks - 1 : 1) / kLine * kLine; }
   std::int64_t blocks() const { return sizeof(Header); }
   std::int64_t slots() const { return pages(blocks() + ranks * static_cast<std::int64_t>(sizeof(RankBlock))); }
-  std::int64_t slotsOfRank() const { return pages(kRing * (slot_bytes + resultBytes())); }
+  std::int64_t slotsOfRank() const { return pages(kSlots * (slot_bytes + resultBytes() + kShortBytes)); }
   std::int64_t mailboxes() const { return slots() + ranks * slotsOfRank(); }
   std::int64_t size() const { return mailboxes() + pages(std::int64_t{ranks} * ranks * mailbox_bytes); }
 

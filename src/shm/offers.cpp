@@ -10,6 +10,7 @@ namespace dc::shm {
 namespace {
 
 constexpr std::uint64_t kNoOffer = 0;
+constexpr std::int64_t kRoom = 4096;  // bytes; longer lists are not offered
 
 // Tells lists of different sizes apart.
 std::uint64_t shapeOf(Runs runs) {
@@ -23,11 +24,11 @@ std::uint64_t shapeOf(Runs runs) {
 }  // namespace
 
 Offers exchangeOffers(Call& call, Group& group, Runs runs) {
-  // The shape, then the offset of every run in the rank's heap. Always in the slot: ranks may differ in the number of
-  // runs.
-  const std::int64_t room = group.layout().slot_bytes;
-  const std::uint64_t turn = call.nextTurn();
-  std::byte* own = call.stage(turn, room);
+  // The shape, then the offset of every run in the rank's heap. Room for all that may be offered: ranks may differ in
+  // the number of runs, but not in the sizes of slots.
+  const std::int64_t room = kRoom;
+  const Turn turn = call.nextTurn(room);
+  std::byte* own = call.stage(turn);
   std::uint64_t shape = shapeOf(runs);
   if (static_cast<std::int64_t>((runs.size() + 1) * sizeof(std::int64_t)) > room) {
     shape = kNoOffer;
@@ -46,10 +47,10 @@ Offers exchangeOffers(Call& call, Group& group, Runs runs) {
   // Every rank sees the same words, and so decides the same.
   Offers offers;
   std::uint64_t first = kNoOffer;
-  std::memcpy(&first, call.staged(0, turn, room), sizeof(first));
+  std::memcpy(&first, call.staged(0, turn), sizeof(first));
   for (int rank = 0; rank < call.ranks(); ++rank) {
     std::uint64_t theirs = kNoOffer;
-    std::memcpy(&theirs, call.staged(rank, turn, room), sizeof(theirs));
+    std::memcpy(&theirs, call.staged(rank, turn), sizeof(theirs));
     if (theirs == kNoOffer || theirs != first) {
       return offers;
     }
@@ -57,7 +58,7 @@ Offers exchangeOffers(Call& call, Group& group, Runs runs) {
   offers.runs_ = runs.size();
   offers.addresses_.reserve(static_cast<std::size_t>(call.ranks()) * runs.size());
   for (int rank = 0; rank < call.ranks(); ++rank) {
-    const std::byte* theirs = call.staged(rank, turn, room);
+    const std::byte* theirs = call.staged(rank, turn);
     for (std::size_t i = 0; i < runs.size(); ++i) {
       std::int64_t offset = 0;
       std::memcpy(&offset, theirs + (i + 1) * sizeof(offset), sizeof(offset));

@@ -8,17 +8,17 @@
 
 namespace dc::shm {
 
-// stage(chunk, turn) writes this rank's slot; consume(chunk, turn) reads the peers'. At least one chunk, also for no
-// data: that is how the ranks learn that they mean the same.
+// In every turn a rank stages `bytes` bytes. stage(chunk, turn) writes this rank's slot; consume(chunk, turn) reads the
+// peers'. At least one chunk, also for no data: that is how the ranks learn that they mean the same.
 template <typename Stage, typename Consume>
-void pipeline(Call& call, std::int64_t chunks, Stage&& stage, Consume&& consume) {
-  std::uint64_t turn = call.nextTurn();
+void pipeline(Call& call, std::int64_t chunks, std::int64_t bytes, Stage&& stage, Consume&& consume) {
+  Turn turn = call.nextTurn(bytes);
   stage(std::int64_t{0}, turn);
   call.post(turn);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const std::uint64_t current = turn;
+    const Turn current = turn;
     if (chunk + 1 < chunks) {
-      turn = call.nextTurn();
+      turn = call.nextTurn(bytes);
       stage(chunk + 1, turn);
       call.post(turn);
     }
@@ -29,7 +29,7 @@ void pipeline(Call& call, std::int64_t chunks, Stage&& stage, Consume&& consume)
 
 // A turn without data.
 inline void meet(Call& call) {
-  const std::uint64_t turn = call.nextTurn();
+  const Turn turn = call.nextTurn();
   call.post(turn);
   call.awaitPosts(turn);
 }

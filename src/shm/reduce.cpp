@@ -19,18 +19,18 @@ void reduce(Group& group, const void* in, void* out, std::int64_t count, DType d
   const auto bytes = [&](std::int64_t piece) { return std::min(chunk, total - piece * chunk); };
   std::vector<const std::byte*> inputs(static_cast<std::size_t>(group.size()));
   pipeline(
-      call, chunksFor(total, chunk),
-      [&](std::int64_t piece, std::uint64_t turn) {
+      call, chunksFor(total, chunk), slot,
+      [&](std::int64_t piece, const Turn& turn) {
         if (group.rank() != root) {
-          copyBytes(call.stageData(turn, slot), source + piece * chunk, bytes(piece), call.stagesPastCaches());
+          copyBytes(call.stageData(turn), source + piece * chunk, bytes(piece), call.stagesPastCaches());
         }
       },
-      [&](std::int64_t piece, std::uint64_t turn) {
+      [&](std::int64_t piece, const Turn& turn) {
         if (group.rank() != root) {
           return;
         }
         for (int r = 0; r < group.size(); ++r) {
-          inputs[static_cast<std::size_t>(r)] = r == root ? source + piece * chunk : call.staged(r, turn, slot);
+          inputs[static_cast<std::size_t>(r)] = r == root ? source + piece * chunk : call.staged(r, turn);
         }
         std::byte* result = destination + piece * chunk;
         reduceRanks(op, dtype, inputs, {&result, 1}, bytes(piece) / sizeOf(dtype));

@@ -64,20 +64,20 @@ void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, Red
     sources.emplace_back(from[r]);
   }
   pipeline(
-      call, chunksFor(largest, part),
-      [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stageData(turn, slot);
+      call, chunksFor(largest, part), slot,
+      [&](std::int64_t, const Turn& turn) {
+        std::byte* own = call.stageData(turn);
         for (int r = 0; r < ranks; ++r) {
           if (r != me) {
             copyOut(own + place(me, r), sources[static_cast<std::size_t>(r)], part, call.stagesPastCaches());
           }
         }
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         std::int64_t done = 0;
         sources[static_cast<std::size_t>(me)].take(part, [&](std::byte* own, std::int64_t bytes) {
           for (int r = 0; r < ranks; ++r) {
-            places[static_cast<std::size_t>(r)] = r == me ? own : call.staged(r, turn, slot) + place(r, me) + done;
+            places[static_cast<std::size_t>(r)] = r == me ? own : call.staged(r, turn) + place(r, me) + done;
           }
           reduceInto(destination, places, bytes, dtype, op, streaming);
           done += bytes;

@@ -31,9 +31,9 @@ void scatter(Group& group, const RunTable& from, Runs to, int root) {
     sources.emplace_back(from[r]);
   }
   pipeline(
-      call, chunksFor(total, part),
-      [&](std::int64_t, std::uint64_t turn) {
-        std::byte* own = call.stageData(turn, slot);
+      call, chunksFor(total, part), slot,
+      [&](std::int64_t, const Turn& turn) {
+        std::byte* own = call.stageData(turn);
         for (int r = 0; gives && r < ranks; ++r) {
           Cursor& source = sources[static_cast<std::size_t>(r)];
           if (r != root) {
@@ -43,9 +43,9 @@ void scatter(Group& group, const RunTable& from, Runs to, int root) {
           source.take(part, [&](std::byte* data, std::int64_t bytes) { copyInto(destination, data, bytes); });
         }
       },
-      [&](std::int64_t, std::uint64_t turn) {
+      [&](std::int64_t, const Turn& turn) {
         if (!gives) {
-          copyInto(destination, call.staged(root, turn, slot) + place(group.rank()), part);
+          copyInto(destination, call.staged(root, turn) + place(group.rank()), part);
         }
       });
 }

@@ -1,0 +1,116 @@
+#include "deepcompile/comm/shm_communicator.h"
+
+#include <chrono>
+#include <utility>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/comm/shm_tensors.h"
+#include "deepcompile/shm/collectives.h"
+
+namespace dc {
+namespace {
+
+class ShmCommunicator final : public Communicator {
+ public:
+  ShmCommunicator(std::shared_ptr<shm::Group> group, std::shared_ptr<Traffic> traffic)
+      : Communicator(group->rank(), group->size(), std::move(traffic)), group_(std::move(group)) {}
+
+  bool spins() const override { return true; }
+
+  // What one rank gives up the others cannot go on with either.
+  void abort() override { group_->poison(concat("rank ", rank(), " has aborted the group '", group_->name(), "'")); }
+
+ protected:
+  void doAllGather(std::span<const GatherPart> parts) override {
+    std::vector<shm::Run>& shards = runs_;
+    shards.clear();
+    for (const GatherPart& part : parts) {
+      shards.push_back(runOf(part.shard));
+    }
+    table_.clear();
+    for (int r = 0; r < size(); ++r) {
+      for (const GatherPart& part : parts) {
+        const std::int64_t bytes = bytesOf(part.shard);
+        table_.add(dataOf(part.full) + r * bytes, bytes);
+      }
+      table_.endRank();
+    }
+    shm::allGather(group(), shards, table_);
+  }
+
+  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {
+    if (parts.empty()) {
+      return;
+    }
+    const at::Tensor& first = parts[0].send;
+    const auto width = static_cast<std::int64_t>(first.element_size());
+    table_.clear();
+    for (int r = 0; r < size(); ++r) {
+      for (const ReducePart& part : parts) {
+        const Slice& slice = part.owners[static_cast<std::size_t>(r)];
+        table_.add(dataOf(part.send) + slice.begin * width, slice.size() * width);
+      }
+      table_.endRank();
+    }
+    runs_.clear();
+    for (const ReducePart& part : parts) {
+      runs_.push_back(runOf(part.receive));
+    }
+    shm::reduceScatter(group(), table_, runs_, typeOf(first), engineOp(op), tag);
+  }
+
+  void doAllReduce(const at::Tensor& tensor, ReduceOp op) override {
+    std::byte* data = dataOf(tensor);
+    shm::allReduce(group(), data, data, tensor.numel(), typeOf(tensor), engineOp(op));
+  }
+
+  void doBroadcast(const at::Tensor& tensor, int root) override {
+    const shm::Run data = runOf(tensor);
+    shm::broadcast(group(), {&data, 1}, root);
+  }
+
+  void doBarrier() override { shm::barrier(group()); }
+
+  std::vector<std::string> doExchange(const std::string& bytes) override {
+    const auto length = static_cast<std::int64_t>(bytes.size());
+    std::vector<std::string> all(static_cast<std::size_t>(size()), std::string(bytes.size(), '\0'));
+    table_.clear();
+    for (std::string& other : all) {
+      table_.add(other.data(), length);
+      table_.endRank();
+    }
+    const shm::Run mine = shm::run(bytes.data(), length);
+    shm::allGather(group(), {&mine, 1}, table_);
+    return all;
+  }
+
+ private:
+  // With the deadline of now.
+  shm::Group& group() {
+    group_->setTimeout(std::chrono::milliseconds(static_cast<std::int64_t>(timeout() * 1000)));
+    return *group_;
+  }
+
+  static std::byte* dataOf(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+  static shm::ReduceOp engineOp(ReduceOp op) {
+    return op == ReduceOp::Average ? shm::ReduceOp::Average : shm::ReduceOp::Sum;
+  }
+  static shm::DType typeOf(const at::Tensor& tensor) {
+    const auto dtype = engineType(tensor.scalar_type());
+    check(dtype.has_value(),
+          [&] { return concat("no reduction of ", tensor.dtype().name(), " through shared memory"); });
+    return *dtype;
+  }
+
+  const std::shared_ptr<shm::Group> group_;
+  shm::RunTable table_;  // kept for their memory: one operation at a time
+  std::vector<shm::Run> runs_;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> makeShmCommunicator(std::shared_ptr<shm::Group> group, std::shared_ptr<Traffic> traffic) {
+  return std::make_shared<ShmCommunicator>(std::move(group), std::move(traffic));
+}
+
+}  // namespace dc
