@@ -19,8 +19,8 @@ def _taken(namespaces: tuple[str, ...]) -> list[str]:
 if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
     raise ImportError(
         f"another library in this process owns the operators torch.ops.{taken[0].split('::')[0]}.* "
-        f"(for example {taken[0]}), which deepcompile registers too. Load only one of the two: DeepSpeed's DeepCompile "
-        "extension and deepcompile cannot share a process."
+        f"(for example {taken[0]}), which deepcompile registers too. Load only one of the two: DeepSpeed's extensions "
+        "and deepcompile cannot share a process."
     )
 
 from deepcompile import _C  # noqa: E402

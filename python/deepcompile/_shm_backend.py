@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import datetime
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +27,8 @@ def register() -> None:
     if not dist.is_available() or "shm" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("shm", _make, extended_api=True, devices=["cpu"])
+    # What nobody has waited for gets a moment to complete.
+    atexit.register(_C.close_shm_backends, datetime.timedelta(seconds=5))
 
 
 register()

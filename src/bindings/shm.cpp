@@ -69,6 +69,7 @@ void bindShm(py::module_& module) {
   setWithoutInterpreter(&runWithoutInterpreter);
   module.def("make_shm_backend", &makeBackend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("name"), py::arg("global_ranks"), NoGil());
+  module.def("close_shm_backends", &closeShmBackends, py::arg("grace"), NoGil());
   py::class_<shm::Group, std::shared_ptr<shm::Group>>(module, "ShmGroup")
       .def_property_readonly("rank", &shm::Group::rank)
       .def_property_readonly("size", &shm::Group::size);

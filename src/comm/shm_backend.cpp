@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/interpreter.h"
 #include "deepcompile/comm/shared_tensor.h"
@@ -62,6 +64,23 @@ class Deadline {
   const std::chrono::milliseconds before_;
 };
 
+// What the end of the process has to see to.
+struct Open {
+  std::weak_ptr<shm::Group> group;
+  std::weak_ptr<WorkQueue> queue;
+  pid_t owner;
+};
+
+struct OpenBackends {
+  std::mutex mutex;
+  std::vector<Open> all;
+};
+
+OpenBackends& openBackends() {
+  static auto* backends = new OpenBackends;  // outlives every thread
+  return *backends;
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<Options> options)
@@ -71,7 +90,12 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       owner_(::getpid()),
       timeout_(options_->timeout.count()),
       group_(openGroup(std::move(store), rank, size, name_, options_->timeout)),
-      queue_(std::make_shared<WorkQueue>()) {}
+      queue_(std::make_shared<WorkQueue>()) {
+  OpenBackends& backends = openBackends();
+  const std::lock_guard lock(backends.mutex);
+  std::erase_if(backends.all, [](const Open& open) { return open.group.expired(); });
+  backends.all.push_back({group_, queue_, owner_});
+}
 
 ShmBackend::~ShmBackend() {
   if (::getpid() != owner_) {
@@ -206,12 +230,38 @@ c10::intrusive_ptr<c10d::Backend> ShmBackend::split(const c10::intrusive_ptr<c10
   auto part = c10::make_intrusive<Options>("shm", options ? options->timeout : Millis(timeout_.load()));
   part->group_name = options && !options->group_name.empty() ? options->group_name : concat(name_, ":split");
   const auto& global = options_->global_ranks_in_group;
+  std::string members;  // parts that are split off at the same time may get one store
   for (const int rank : ranks) {
     const auto index = static_cast<std::size_t>(rank);
     part->global_ranks_in_group.push_back(index < global.size() ? global[index] : index);
+    members += concat(rank, ",");
   }
-  return c10::make_intrusive<ShmBackend>(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
-                                         std::move(part));
+  auto meeting = c10::make_intrusive<c10d::PrefixStore>(concat("ranks/", members), store);
+  return c10::make_intrusive<ShmBackend>(std::move(meeting), static_cast<int>(own - ranks.begin()),
+                                         static_cast<int>(ranks.size()), std::move(part));
+}
+
+void closeShmBackends(std::chrono::milliseconds grace) {
+  std::vector<Open> all;
+  {
+    OpenBackends& backends = openBackends();
+    const std::lock_guard lock(backends.mutex);
+    all = std::move(backends.all);
+  }
+  const auto deadline = std::chrono::steady_clock::now() + grace;
+  for (const Open& open : all) {
+    const auto group = open.group.lock();
+    const auto queue = open.queue.lock();
+    if (!group || !queue || open.owner != ::getpid()) {
+      continue;
+    }
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    if (!queue->awaitIdle(std::max(left, std::chrono::milliseconds(0)))) {
+      group->poison(concat("rank ", group->rank(), " ends with operations of group '", group->name(), "' pending"));
+    }
+    queue->close();
+  }
 }
 
 std::shared_ptr<c10::Allocator> ShmBackend::getMemAllocator() { return sharedAllocator(); }

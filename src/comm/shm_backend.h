@@ -119,4 +119,8 @@ class ShmBackend final : public c10d::Backend {
   std::optional<std::vector<WorkPtr>> coalesced_;
 };
 
+// Before the interpreter ends: lets the queues of all backends run for up to `grace`, makes what is left fail, and ends
+// their threads, whose callbacks could not run afterwards.
+void closeShmBackends(std::chrono::milliseconds grace);
+
 }  // namespace dc

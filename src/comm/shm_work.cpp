@@ -60,6 +60,9 @@ class CombinedWork final : public c10d::Work {
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future = tensorsFuture();
+    if (works_.empty()) {
+      future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
+    }
     const auto missing = std::make_shared<std::atomic<std::size_t>>(works_.size());
     const auto self = c10::intrusive_ptr<CombinedWork>::reclaim_copy(this);
     for (const auto& work : works_) {
@@ -184,7 +187,7 @@ void WorkQueue::submit(Task task, bool async) {
   execute(std::move(task));
   lock.lock();
   busy_ = false;
-  const bool wanted = !tasks_.empty() || closing_;
+  const bool wanted = !tasks_.empty() || closing_ || idle_awaited_ > 0;
   lock.unlock();
   if (wanted) {
     changed_.notify_all();
@@ -212,6 +215,14 @@ void WorkQueue::close() {
   }
 }
 
+bool WorkQueue::awaitIdle(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  ++idle_awaited_;
+  const bool idle = changed_.wait_for(lock, timeout, [&] { return !busy_ && tasks_.empty(); });
+  --idle_awaited_;
+  return idle;
+}
+
 void WorkQueue::helpUntil(const std::function<bool()>& done) {
   while (queue_of_this_thread != nullptr && !done()) {
     if (!queue_of_this_thread->runNext()) {
@@ -236,6 +247,7 @@ void WorkQueue::loop() {
       const std::lock_guard lock(mutex_);
       busy_ = false;
     }
+    changed_.notify_all();
   }
 }
 

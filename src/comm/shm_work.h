@@ -5,6 +5,7 @@
 // rank alike.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -68,6 +69,9 @@ class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
   // Runs what is queued, then ends the thread. Nothing can be submitted afterwards. Not while holding the interpreter.
   void close();
 
+  // Returns whether all tasks, and their callbacks, have ended within `timeout`.
+  bool awaitIdle(std::chrono::milliseconds timeout);
+
   // For a callback that waits for a task behind its own: runs the tasks of this thread's queue until `done`.
   static void helpUntil(const std::function<bool()>& done);
 
@@ -81,6 +85,7 @@ class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
   std::deque<Task> tasks_;
   bool busy_ = false;  // a task is running, here or on the caller's thread
   bool closing_ = false;
+  int idle_awaited_ = 0;  // by how many
   std::thread thread_;
 };
 

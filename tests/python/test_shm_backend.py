@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import subprocess
+import sys
+import tempfile
 import time
 
 import torch
@@ -82,11 +85,12 @@ def groups(rank: int, world: int) -> None:
 
     part = whole.split_group([1, 3])
     assert (part is None) == (rank in (0, 2))
-    if part is not None:
-        assert (part.rank(), part.size()) == ((rank - 1) // 2, 2)
+    own_half = whole.split_group([0, 2] if rank % 2 == 0 else [1, 3])
+    for half_group in filter(None, (part, own_half)):
+        assert (half_group.rank(), half_group.size()) == (rank // 2, 2)
         tensor = torch.full((3,), float(rank))
-        part.allreduce([tensor]).wait()
-        assert tensor[0] == 4
+        half_group.allreduce([tensor]).wait()
+        assert tensor[0] == (2 if rank % 2 == 0 else 4)
 
     objects: list = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank}, group=whole)
@@ -303,6 +307,29 @@ def tensors_in_shared_memory(rank: int, world: int) -> None:
     assert tensor.sum() > 0
     tensor.resize_(200_000)
     assert deepcompile.shm.is_shared(tensor)
+
+
+def test_what_is_pending_when_the_interpreter_ends_does_no_harm():
+    """Also where it would run Python, and where the other rank never comes."""
+    program = (
+        "import sys, torch, torch.distributed as dist, deepcompile\n"
+        "rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)\n"
+        "dist.init_process_group('shm', store=store, rank=rank, world_size=2)\n"
+        "for _ in range(20):\n"
+        "    future = dist.all_reduce(torch.ones(300_000), async_op=True).get_future()\n"
+        "    future.then(lambda future: print('done', future.value()[0][0].item()))\n"
+        "if rank == 0: dist.all_reduce(torch.ones(3), async_op=True).get_future().then(print)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", program]
+        store = os.path.join(folder, "store")
+        ranks = [
+            subprocess.Popen([*command, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    assert all(stdout.count("done 2.0") == 20 for stdout, _ in ends), ends
 
 
 def test_works_complete_in_order_and_futures_carry_the_tensors():
