@@ -186,7 +186,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
     const at::Tensor plain = readable(inputs[0]);
     const WritableTable to(outputs);
     const shm::Run from = runOf(plain);
-    shm::gather(group, {&from, 1}, to.runs(), root);
+    shm::gather(group, {&from, 1}, to.runs(), root, tagOf(inputs));
     to.commit();
   });
 }

@@ -55,7 +55,7 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
         runs.push_back({results.back().data(), bytesOf(tensor)});
       }
     }
-    shm::broadcast(group, runs, root);
+    shm::broadcast(group, runs, root, tagOf(tensors[0].scalar_type()));
     for (const Writable& result : results) {
       result.commit();
     }
@@ -91,7 +91,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
     }
     const Writable result(output, Contents::Ignore);
     const shm::Run to = {result.data(), bytesOf(output)};
-    shm::scatter(group, from, {&to, 1}, root);
+    shm::scatter(group, from, {&to, 1}, root, tagOf(output.scalar_type()));
     result.commit();
   });
 }
@@ -112,7 +112,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
     shm::RunTable to;
     addSplits(from, static_cast<const std::byte*>(plain.const_data_ptr()), input, input_splits, group.size());
     addSplits(to, result.data(), output, output_splits, group.size());
-    shm::allToAll(group, from, to);
+    shm::allToAll(group, from, to, tagOf(output.scalar_type()));
     result.commit();
   });
 }
@@ -141,7 +141,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, cons
       to.add(results.back().data(), bytesOf(outputs[r]));
       to.endRank();
     }
-    shm::allToAll(group, from, to);
+    shm::allToAll(group, from, to, tagOf(outputs[0].scalar_type()));
     for (const Writable& result : results) {
       result.commit();
     }

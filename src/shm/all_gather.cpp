@@ -10,18 +10,19 @@
 namespace dc::shm {
 void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
   const int me = group.rank();
-  check(to.ranks() == group.size(), "all_gather needs room for every rank");
-  check(bytesOf(from) == bytesOf(to[me]), [&] {
-    return concat("all_gather: rank ", me, " gives ", bytesOf(from), " bytes and has room for ", bytesOf(to[me]));
-  });
   std::int64_t total = 0;
   std::int64_t largest = 0;
-  for (int r = 0; r < group.size(); ++r) {
+  for (int r = 0; r < to.ranks(); ++r) {
     const std::int64_t bytes = bytesOf(to[r]);
     total += bytes;
     largest = std::max(largest, bytes);
   }
   Call call(group, {.kind = Kind::AllGather, .count = total, .tag = mix(tag, to)});
+  call.require(to.ranks() == group.size(), [] { return "all_gather needs room for every rank"; });
+  call.require(bytesOf(from) == bytesOf(to[me]), [&] {
+    return concat("all_gather: ", bytesOf(from), " bytes are given, and there is room for ", bytesOf(to[me]),
+                  " of them");
+  });
   const bool streaming = total >= group.tuning().streaming_bytes;
   if (group.size() > 1 && largest > group.tuning().one_step_bytes) {
     if (const Offers offers = exchangeOffers(call, group, from)) {

@@ -45,11 +45,11 @@ std::int64_t agreeOnSizes(Group& group, Call& call, const RunTable& from, const 
 
 }  // namespace
 
-void allToAll(Group& group, const RunTable& from, const RunTable& to) {
+void allToAll(Group& group, const RunTable& from, const RunTable& to, std::uint64_t tag) {
   const int me = group.rank();
   const int ranks = group.size();
-  check(from.ranks() == ranks && to.ranks() == ranks, "all_to_all needs a part for every rank");
-  Call call(group, {.kind = Kind::AllToAll});
+  Call call(group, {.kind = Kind::AllToAll, .tag = tag});
+  call.require(from.ranks() == ranks && to.ranks() == ranks, [] { return "all_to_all needs a part for every rank"; });
   const std::int64_t largest = agreeOnSizes(group, call, from, to);
   const int peers = std::max(ranks - 1, 1);
   const std::int64_t room = std::min(group.tuning().chunk_bytes, group.layout().slot_bytes) / peers;

@@ -25,15 +25,15 @@ void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag = 
 // ranks, but all must agree on them. `to` may be this rank's own part of `from`, run by run, or must not overlap it.
 void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, ReduceOp op, std::uint64_t tag = 0);
 
-void broadcast(Group& group, Runs data, int root);
+void broadcast(Group& group, Runs data, int root, std::uint64_t tag = 0);
 // `out` is used on the root only; it may be `in`.
 void reduce(Group& group, const void* in, void* out, std::int64_t count, DType dtype, ReduceOp op, int root);
 // `to` is used on the root only; all ranks give the same number of bytes.
-void gather(Group& group, Runs from, const RunTable& to, int root);
+void gather(Group& group, Runs from, const RunTable& to, int root, std::uint64_t tag = 0);
 // `from` is used on the root only; all ranks take the same number of bytes.
-void scatter(Group& group, const RunTable& from, Runs to, int root);
+void scatter(Group& group, const RunTable& from, Runs to, int root, std::uint64_t tag = 0);
 // from[r] of this rank arrives at rank r. Any sizes; what a rank sends must be what the other expects.
-void allToAll(Group& group, const RunTable& from, const RunTable& to);
+void allToAll(Group& group, const RunTable& from, const RunTable& to, std::uint64_t tag = 0);
 void barrier(Group& group);
 
 // Throws for a root that is no rank of the group, or a reduction that the dtype does not have.

@@ -7,20 +7,19 @@
 
 namespace dc::shm {
 
-void gather(Group& group, Runs from, const RunTable& to, int root) {
+void gather(Group& group, Runs from, const RunTable& to, int root, std::uint64_t tag) {
   checkRoot(group, root);
   const bool takes = group.rank() == root;
   const std::int64_t total = bytesOf(from);
-  if (takes) {
-    check(to.ranks() == group.size(), "gather needs room for every rank on the root");
-    for (int r = 0; r < group.size(); ++r) {
-      check(bytesOf(to[r]) == total,
-            [&] { return concat("gather: room for ", bytesOf(to[r]), " bytes of rank ", r, ", which gives ", total); });
-    }
-  }
   const std::int64_t chunk = std::min(group.tuning().chunk_bytes, group.layout().slot_bytes);
   const std::int64_t slot = std::min(total, chunk);
-  Call call(group, {.kind = Kind::Gather, .root = root, .count = total});
+  Call call(group, {.kind = Kind::Gather, .root = root, .count = total, .tag = tag});
+  call.require(!takes || to.ranks() == group.size(), [] { return "gather needs room for every rank on the root"; });
+  for (int r = 0; takes && r < group.size(); ++r) {
+    call.require(bytesOf(to[r]) == total, [&] {
+      return concat("gather: room for ", bytesOf(to[r]), " bytes of rank ", r, ", while the root gives ", total);
+    });
+  }
   Cursor source(from);
   std::vector<Cursor> destinations;
   for (int r = 0; takes && r < group.size(); ++r) {

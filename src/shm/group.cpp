@@ -237,6 +237,12 @@ Call::~Call() {
   }
 }
 
+void Call::refuse(const std::string& what) {
+  const std::string message = concat("rank ", group_.rank_, ", group '", group_.name_, "': ", what);
+  group_.poison(message);
+  throw Error(message);
+}
+
 void Call::post(const Turn& turn) {
   RankBlock& own = group_.block(group_.rank_);
   Post& post = own.posts[turn.number % kRing];

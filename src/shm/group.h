@@ -6,6 +6,7 @@
 #pragma once
 
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -149,6 +150,14 @@ class Call {
   int rank() const { return group_.rank_; }
   int ranks() const { return group_.layout_.ranks; }
 
+  // For what a rank finds wrong with its own arguments: the peers, who are about to wait for it, get the same error.
+  template <std::invocable Message>
+  void require(bool ok, Message&& message) {
+    if (!ok) [[unlikely]] {
+      refuse(message());
+    }
+  }
+
   // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.
   Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0) {
     return {++group_.turn_, staged_bytes, stagePlace(staged_bytes),
@@ -193,6 +202,7 @@ class Call {
     return turn.stage < 0 ? group_.block(rank).posts[turn.number % kRing].payload : group_.slots(rank) + turn.stage;
   }
   void await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t number);
+  [[noreturn]] void refuse(const std::string& what);
 
   Group& group_;
   const std::unique_lock<std::mutex> lock_;

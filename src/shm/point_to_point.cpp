@@ -277,7 +277,10 @@ class Messenger::Mover {
     check(message.envelope.magic == kEnvelope && message.envelope.bytes >= 0,
           "a mailbox holds no message where one should be");
     const auto request = wanted(rankOf(peer), message.envelope.tag);
-    if (request != receives_.end()) {
+    // Not past a message with the same tag that came before it and still waits for the receive.
+    const bool first = std::none_of(peer.early.begin(), peer.early.end(),
+                                    [&](const Early& early) { return early.tag == message.envelope.tag; });
+    if (first && request != receives_.end()) {
       checkSize(*request, rankOf(peer), message.envelope.bytes);
       message.request = std::move(*request);
       receives_.erase(request);

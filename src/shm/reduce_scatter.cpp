@@ -26,17 +26,16 @@ void reduceInto(Cursor& to, std::vector<const std::byte*>& places, std::int64_t 
 void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, ReduceOp op, std::uint64_t tag) {
   const int me = group.rank();
   const int ranks = group.size();
-  check(from.ranks() == ranks, "reduce_scatter needs a part for every rank");
-  check(bytesOf(from[me]) == bytesOf(to), [&] {
-    return concat("reduce_scatter: rank ", me, " has room for ", bytesOf(to), " bytes of ", bytesOf(from[me]));
-  });
   const std::int64_t total = bytesOf(from.all());
   checkReduction(op, dtype, total / sizeOf(dtype));
   std::int64_t largest = 0;
-  for (int r = 0; r < ranks; ++r) {
+  for (int r = 0; r < from.ranks(); ++r) {
     largest = std::max(largest, bytesOf(from[r]));
   }
   Call call(group, {Kind::ReduceScatter, dtype, op, 1, -1, total / sizeOf(dtype), mix(tag, from)});
+  call.require(from.ranks() == ranks, [] { return "reduce_scatter needs a part for every rank"; });
+  call.require(bytesOf(from[me]) == bytesOf(to),
+               [&] { return concat("reduce_scatter: room for ", bytesOf(to), " bytes of ", bytesOf(from[me])); });
   const bool streaming = total >= group.tuning().streaming_bytes;
   Cursor destination(to);
   std::vector<const std::byte*> places(static_cast<std::size_t>(ranks));

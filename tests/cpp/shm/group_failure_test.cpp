@@ -100,6 +100,21 @@ TEST(GroupFailure, AnAllToAllWhoseSizesDoNotFitNamesSenderAndReceiver) {
   }
 }
 
+TEST(GroupFailure, WhatOneRankFindsWrongWithItsArgumentsReachesItsPeers) {
+  for (const std::string& error : onThreadGroup(2, options(milliseconds(20'000)), [](Group& group) {
+         std::vector<std::byte> data(100);
+         RunTable to;
+         for (int r = 0; r < 2; ++r) {
+           to.add(data.data() + 50 * r, group.rank() == 0 ? 10 : 8);
+           to.endRank();
+         }
+         const auto from = run(data.data(), 8);
+         gather(group, {&from, 1}, to, 0);
+       })) {
+    EXPECT_TRUE(contains(error, "gather: room for 10 bytes of rank 0, while the root gives 8")) << error;
+  }
+}
+
 TEST(GroupFailure, AFailedGroupRefusesEveryLaterCallWithTheFirstError) {
   onThreadGroup(2, options(milliseconds(20'000)), [](Group& group) {
     EXPECT_THROW(sum(group, 8 + group.rank()), Error);
