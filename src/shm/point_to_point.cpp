@@ -137,9 +137,10 @@ class Messenger::Mover {
   // over its time. The caller moves once more before it believes it: a peer may have sent its last and gone.
   std::optional<std::string> hopeless() const {
     for (int r = 0; r < group_.size(); ++r) {
-      const bool sending = !peers_[static_cast<std::size_t>(r)].sends.empty();
-      const bool receiving =
-          std::any_of(receives_.begin(), receives_.end(), [&](const Request& q) { return q.peer == r; });
+      const Peer& peer = peers_[static_cast<std::size_t>(r)];
+      const bool sending = !peer.sends.empty();
+      const bool receiving = peer.arrivesFor() != nullptr || std::any_of(receives_.begin(), receives_.end(),
+                                                                         [&](const Request& q) { return q.peer == r; });
       if ((sending || receiving) && r != group_.rank() && group_.gone(r)) {
         return concat("rank ", group_.rank(), ", ", sending ? "send to " : "receive from ", group_.describe(r),
                       " in group '", group_.name(), "': it will not come");
@@ -152,6 +153,9 @@ class Messenger::Mover {
       }
     }
     for (const Peer& peer : peers_) {
+      if (const Request* request = peer.arrivesFor(); request != nullptr && request->asked < limit) {
+        return late("receive", *request);
+      }
       if (!peer.sends.empty() && peer.sends.front().asked < limit) {
         return late("send", peer.sends.front());
       }
@@ -167,6 +171,9 @@ class Messenger::Mover {
         request.done(error, request.peer);
       }
       peer.sends.clear();
+      if (const Request* request = peer.arrivesFor()) {
+        request->done(error, request->peer);
+      }
       peer.current.reset();
     }
     for (Request& request : receives_) {
@@ -190,6 +197,13 @@ class Messenger::Mover {
     std::int64_t sent = -1;     // bytes of the first; -1: not even its envelope
     std::optional<Arriving> current;
     std::deque<Early> early;
+
+    // The request whose message is on its way, or none.
+    const Request* arrivesFor() const { return current && current->request ? &*current->request : nullptr; }
+    // Whether a message with that tag has come and was not asked for: later ones must not overtake it.
+    bool hasEarly(std::uint64_t tag) const {
+      return std::any_of(early.begin(), early.end(), [&](const Early& message) { return message.tag == tag; });
+    }
   };
 
   std::string late(std::string_view what, const Request& request) const {
@@ -276,13 +290,14 @@ class Messenger::Mover {
     peer.in->readInto(reinterpret_cast<std::byte*>(&message.envelope), sizeof(Envelope));
     check(message.envelope.magic == kEnvelope && message.envelope.bytes >= 0,
           "a mailbox holds no message where one should be");
-    const auto request = wanted(rankOf(peer), message.envelope.tag);
+    const std::uint64_t tag = message.envelope.tag;
+    const auto request = peer.hasEarly(tag) ? receives_.end() : wanted(rankOf(peer), tag);
     if (request != receives_.end()) {
       checkSize(*request, rankOf(peer), message.envelope.bytes);
       message.request = std::move(*request);
       receives_.erase(request);
     } else {
-      message.early = {message.envelope.tag, std::vector<std::byte>(static_cast<std::size_t>(message.envelope.bytes))};
+      message.early = {tag, std::vector<std::byte>(static_cast<std::size_t>(message.envelope.bytes))};
     }
     peer.current = std::move(message);
   }
