@@ -91,7 +91,8 @@ class Group final : private Watch {
 
   // Makes every rank's pending and later calls fail with `text`, unless the group has failed already.
   void poison(const std::string& text);
-  bool poisoned() const { return header().poison.set.load(std::memory_order_acquire) != 0; }
+  // From the moment at which a rank claims the error: it may be about to go on with memory that peers still use.
+  bool poisoned() const { return header().poison.claimed.load(std::memory_order_acquire) != 0; }
   void throwIfPoisoned() const;
 
   // True when the process of a rank has ended, or the rank has left. Not for the fast path.
@@ -147,6 +148,8 @@ class Call {
 
   int rank() const { return group_.rank_; }
   int ranks() const { return group_.layout_.ranks; }
+
+  void throwIfPoisoned() const { group_.throwIfPoisoned(); }
 
   // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.
   Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0) {

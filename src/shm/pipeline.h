@@ -2,6 +2,7 @@
 // Keeps the rules of layout.h by which slots are used again.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "deepcompile/shm/group.h"
@@ -32,6 +33,15 @@ inline void meet(Call& call) {
   const Turn turn = call.nextTurn();
   call.post(turn);
   call.awaitPosts(turn);
+}
+
+// Ends a call in which ranks used one another's tensors, so that no rank changes its own while others still do. A rank
+// that gave up on this one in the meantime has told so before it went on to change its tensors: what was read of them
+// counts only if it has not.
+inline void meetAfterSharing(Call& call) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  call.throwIfPoisoned();
+  meet(call);
 }
 
 inline std::int64_t chunksFor(std::int64_t bytes, std::int64_t chunk_bytes) {
