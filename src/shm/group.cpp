@@ -115,10 +115,8 @@ std::byte* Group::mailbox(int from, int to) const {
 
 void Group::poison(const std::string& text) {
   Poison& poison = header().poison;
-  const bool first = poison.claimed.exchange(1, std::memory_order_acq_rel) == 0;
   // Before anything that the caller does next with memory that peers may be using (pipeline.h).
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!first) {
+  if (poison.claimed.exchange(1, std::memory_order_seq_cst) != 0) {
     return;
   }
   const std::size_t size = std::min(text.size(), sizeof(poison.text) - 1);

@@ -149,7 +149,12 @@ class Call {
   int rank() const { return group_.rank_; }
   int ranks() const { return group_.layout_.ranks; }
 
-  void throwIfPoisoned() const { group_.throwIfPoisoned(); }
+  // Throws when a peer may have gone on without this rank, and changed what this call has read of its memory.
+  void throwIfGivenUp() const {
+    // A read-modify-write, because it comes after all reads before it.
+    group_.header().poison.claimed.fetch_or(0, std::memory_order_acq_rel);
+    group_.throwIfPoisoned();
+  }
 
   // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.
   Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0) {

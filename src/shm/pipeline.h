@@ -2,7 +2,6 @@
 // Keeps the rules of layout.h by which slots are used again.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #include "deepcompile/shm/group.h"
@@ -39,8 +38,7 @@ inline void meet(Call& call) {
 // that gave up on this one in the meantime has told so before it went on to change its tensors: what was read of them
 // counts only if it has not.
 inline void meetAfterSharing(Call& call) {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  call.throwIfPoisoned();
+  call.throwIfGivenUp();
   meet(call);
 }
 

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "deepcompile/shm/collectives.h"
+
 #include "shm_ranks.h"
 
 namespace dc::shm::testing {
@@ -200,7 +202,9 @@ TEST(PointToPoint, ARankThatEndsInTheMiddleOfAMessageEndsItsReceive) {
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
       ::_exit(0);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    while (!group.gone(1)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     messenger.receive(runOf(data), 1, 0, ticket.done());
     ticket.wait();
   });
@@ -219,10 +223,11 @@ TEST(PointToPoint, AMessageThatStopsOnItsWayEndsAtTheDeadline) {
         messenger.send(runOf(data), 0, 0, ticket.done());
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
       }
+      barrier(group);
       std::this_thread::sleep_for(std::chrono::milliseconds(2000));  // alive, and silent
       return;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    barrier(group);
     Messenger messenger(group);
     messenger.receive(runOf(data), 1, 0, ticket.done());
     ticket.wait();
