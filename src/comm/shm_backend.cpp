@@ -112,8 +112,8 @@ c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
 void ShmBackend::setTimeout(Millis timeout) {
   timeout_.store(timeout.count());
   const std::lock_guard lock(mutex_);
-  if (group_) {
-    group_->setTimeout(timeout);  // for messages
+  if (messenger_) {
+    messenger_->setTimeout(timeout);
   }
 }
 

@@ -60,20 +60,18 @@ class CombinedWork final : public c10d::Work {
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future = tensorsFuture();
-    if (works_.empty()) {
-      future->markCompleted(c10::IValue(std::vector<at::Tensor>()));
-    }
-    const auto missing = std::make_shared<std::atomic<std::size_t>>(works_.size());
-    const auto self = c10::intrusive_ptr<CombinedWork>::reclaim_copy(this);
+    const auto parts = std::make_shared<std::vector<c10::intrusive_ptr<c10::ivalue::Future>>>();
     for (const auto& work : works_) {
-      work->getFuture()->addCallback([future, missing, self](c10::ivalue::Future&) {
-        if (missing->fetch_sub(1) != 1) {
-          return;
-        }
-        if (auto error = self->exception()) {
-          future->setError(error);
-        } else {
-          future->markCompleted(c10::IValue(self->result()));
+      parts->push_back(work->getFuture());
+    }
+    if (parts->empty()) {
+      settle(*future, *parts);
+    }
+    const auto missing = std::make_shared<std::atomic<std::size_t>>(parts->size());
+    for (const auto& part : *parts) {
+      part->addCallback([future, missing, parts](c10::ivalue::Future&) {
+        if (missing->fetch_sub(1) == 1) {
+          settle(*future, *parts);
         }
       });
     }
@@ -81,6 +79,21 @@ class CombinedWork final : public c10d::Work {
   }
 
  private:
+  // Asks the futures, not the works: those complete after the callbacks of their futures.
+  static void settle(c10::ivalue::Future& whole, const std::vector<c10::intrusive_ptr<c10::ivalue::Future>>& parts) {
+    std::vector<at::Tensor> all;
+    for (const auto& part : parts) {
+      if (part->hasError()) {
+        whole.setError(part->exception_ptr());
+        return;
+      }
+      for (at::Tensor& tensor : part->value().toTensorVector()) {
+        all.push_back(std::move(tensor));
+      }
+    }
+    whole.markCompleted(c10::IValue(std::move(all)));
+  }
+
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
@@ -201,7 +214,8 @@ void WorkQueue::close() {
     closing_ = true;
     thread = std::move(thread_);
     if (queue_of_this_thread != this) {
-      changed_.wait(lock, [&] { return !busy_ || thread.joinable(); });
+      // Another caller may be joining the thread already.
+      changed_.wait(lock, [&] { return thread.joinable() || (!busy_ && tasks_.empty()); });
     }
   }
   changed_.notify_all();

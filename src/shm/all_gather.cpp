@@ -33,7 +33,7 @@ void allGather(Group& group, Runs from, const RunTable& to, std::uint64_t tag) {
           copyInto(destination, offers.at(r, i), from[i].bytes, streaming);
         }
       }
-      meet(call);
+      meetAfterSharing(call);
       return;
     }
   }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "deepcompile/base/error.h"
 #include "deepcompile/shm/collectives.h"
 #include "deepcompile/shm/offers.h"
 #include "deepcompile/shm/pipeline.h"
@@ -73,7 +74,13 @@ void onSharedTensors(const AllReduce& task, Call& call, const Offers& offers) {
     outputs.push_back(offers.at(r, 1) + begin * task.element);
   }
   reduceRanks(task.op, task.dtype, inputs, outputs, elements, task.streams());
-  meet(call);
+  try {
+    meetAfterSharing(call);
+  } catch (const Error&) {
+    // A peer that was too slow may still write its part, long after this tensor's memory has become another's.
+    task.group.heap().retire(task.out);
+    throw;
+  }
 }
 
 // Two steps through slots that stay in cache. A piece has one part for each rank: a rank stages the parts of its peers,

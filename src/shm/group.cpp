@@ -9,6 +9,7 @@
 #include <exception>
 #include <fstream>
 #include <map>
+#include <thread>
 
 #include "deepcompile/base/error.h"
 
@@ -22,7 +23,9 @@ Layout layoutFor(int size, const GroupOptions& options) {
   check(options.slot_bytes >= 4096, [&] { return concat("slots need at least 4096 bytes, not ", options.slot_bytes); });
   Layout layout;
   layout.ranks = size;
-  layout.slot_bytes = (options.slot_bytes + 4095) / 4096 * 4096;
+  // At least a line for each peer: that is the smallest part of a reduction.
+  const std::int64_t slot_bytes = std::max(options.slot_bytes, size * kLine);
+  layout.slot_bytes = (slot_bytes + 4095) / 4096 * 4096;
   const std::int64_t pairs = std::int64_t{size} * size;
   layout.mailbox_bytes = std::clamp<std::int64_t>(kMailboxMemory / pairs / 4096 * 4096, 8192, 256 << 10);
   return layout;
@@ -112,7 +115,8 @@ std::byte* Group::mailbox(int from, int to) const {
 
 void Group::poison(const std::string& text) {
   Poison& poison = header().poison;
-  if (poison.claimed.exchange(1, std::memory_order_acq_rel) != 0) {
+  // Before anything that the caller does next with memory that peers may be using (pipeline.h).
+  if (poison.claimed.exchange(1, std::memory_order_seq_cst) != 0) {
     return;
   }
   const std::size_t size = std::min(text.size(), sizeof(poison.text) - 1);
@@ -128,9 +132,18 @@ void Group::poison(const std::string& text) {
 }
 
 void Group::throwIfPoisoned() const {
-  if (poisoned()) [[unlikely]] {
-    fail("the shared-memory group '", name_, "' has failed and cannot be used any more: ", header().poison.text);
+  if (!poisoned()) [[likely]] {
+    return;
   }
+  // The rank that claimed the error writes its text, unless it ends while it does.
+  const Poison& poison = header().poison;
+  const auto patient = Clock::now() + std::chrono::seconds(1);
+  while (poison.set.load(std::memory_order_acquire) == 0 && Clock::now() < patient) {
+    std::this_thread::yield();
+  }
+  const bool told = poison.set.load(std::memory_order_acquire) != 0;
+  fail("the shared-memory group '", name_,
+       "' has failed and cannot be used any more: ", told ? poison.text : "a rank ended while it said why");
 }
 
 bool Group::gone(int rank) const {
@@ -192,7 +205,7 @@ bool Group::hopeless(Clock::time_point started) {
 void Group::giveUp() {
   if (!poisoned()) {
     poison(hopeless_because_);
-    // Another rank may have claimed it at the same moment and still be writing; ours is as good.
+    // Another rank may have claimed it at the same moment; ours is as good.
     throw Error(hopeless_because_);
   }
   throwIfPoisoned();

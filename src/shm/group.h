@@ -93,7 +93,8 @@ class Group final : private Watch {
 
   // Makes every rank's pending and later calls fail with `text`, unless the group has failed already.
   void poison(const std::string& text);
-  bool poisoned() const { return header().poison.set.load(std::memory_order_acquire) != 0; }
+  // From the moment at which a rank claims the error: it may be about to go on with memory that peers still use.
+  bool poisoned() const { return header().poison.claimed.load(std::memory_order_acquire) != 0; }
   void throwIfPoisoned() const;
 
   // True when the process of a rank has ended, or the rank has left. Not for the fast path.
@@ -156,6 +157,13 @@ class Call {
     if (!ok) [[unlikely]] {
       refuse(message());
     }
+  }
+
+  // Throws when a peer may have gone on without this rank, and changed what this call has read of its memory.
+  void throwIfGivenUp() const {
+    // A read-modify-write, because it comes after all reads before it.
+    group_.header().poison.claimed.fetch_or(0, std::memory_order_acq_rel);
+    group_.throwIfPoisoned();
   }
 
   // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.

@@ -26,7 +26,7 @@ class Offers {
 };
 
 // One turn. There are offers when all ranks give runs of the same sizes and all of them lie in shared memory. The
-// caller then ends with `meet`, so that no rank changes its tensors while others still read them.
+// caller then ends with `meetAfterSharing`.
 Offers exchangeOffers(Call& call, Group& group, Runs runs);
 
 }  // namespace dc::shm

@@ -34,6 +34,14 @@ inline void meet(Call& call) {
   call.awaitPosts(turn);
 }
 
+// Ends a call in which ranks used one another's tensors, so that no rank changes its own while others still do. A rank
+// that gave up on this one in the meantime has told so before it went on to change its tensors: what was read of them
+// counts only if it has not.
+inline void meetAfterSharing(Call& call) {
+  call.throwIfGivenUp();
+  meet(call);
+}
+
 inline std::int64_t chunksFor(std::int64_t bytes, std::int64_t chunk_bytes) {
   return bytes <= chunk_bytes ? 1 : (bytes + chunk_bytes - 1) / chunk_bytes;
 }

@@ -96,7 +96,8 @@ struct Early {
 // All that is under way. Used by the messenger's thread, except for the lists of new requests.
 class Messenger::Mover {
  public:
-  explicit Mover(Group& group) : group_(group), peers_(static_cast<std::size_t>(group.size())) {
+  Mover(Group& group, const std::atomic<std::int64_t>& timeout)
+      : group_(group), timeout_(timeout), peers_(static_cast<std::size_t>(group.size())) {
     for (int r = 0; r < group.size(); ++r) {
       Peer& peer = peers_[static_cast<std::size_t>(r)];
       peer.out.emplace(group.mailbox(group.rank(), r), group.layout().mailbox_bytes);
@@ -137,21 +138,25 @@ class Messenger::Mover {
   // over its time. The caller moves once more before it believes it: a peer may have sent its last and gone.
   std::optional<std::string> hopeless() const {
     for (int r = 0; r < group_.size(); ++r) {
-      const bool sending = !peers_[static_cast<std::size_t>(r)].sends.empty();
-      const bool receiving =
-          std::any_of(receives_.begin(), receives_.end(), [&](const Request& q) { return q.peer == r; });
+      const Peer& peer = peers_[static_cast<std::size_t>(r)];
+      const bool sending = !peer.sends.empty();
+      const bool receiving = peer.arrivesFor() != nullptr || std::any_of(receives_.begin(), receives_.end(),
+                                                                         [&](const Request& q) { return q.peer == r; });
       if ((sending || receiving) && r != group_.rank() && group_.gone(r)) {
         return concat("rank ", group_.rank(), ", ", sending ? "send to " : "receive from ", group_.describe(r),
                       " in group '", group_.name(), "': it will not come");
       }
     }
-    const auto limit = Clock::now() - group_.timeout();
+    const auto limit = Clock::now() - timeout();
     for (const Request& request : receives_) {
       if (request.asked < limit) {
         return late("receive", request);
       }
     }
     for (const Peer& peer : peers_) {
+      if (const Request* request = peer.arrivesFor(); request != nullptr && request->asked < limit) {
+        return late("receive", *request);
+      }
       if (!peer.sends.empty() && peer.sends.front().asked < limit) {
         return late("send", peer.sends.front());
       }
@@ -167,6 +172,9 @@ class Messenger::Mover {
         request.done(error, request.peer);
       }
       peer.sends.clear();
+      if (const Request* request = peer.arrivesFor()) {
+        request->done(error, request->peer);
+      }
       peer.current.reset();
     }
     for (Request& request : receives_) {
@@ -190,12 +198,19 @@ class Messenger::Mover {
     std::int64_t sent = -1;     // bytes of the first; -1: not even its envelope
     std::optional<Arriving> current;
     std::deque<Early> early;
+
+    // The request whose message is on its way, or none.
+    const Request* arrivesFor() const { return current && current->request ? &*current->request : nullptr; }
+    // Whether a message with that tag has come and was not asked for: later ones must not overtake it.
+    bool hasEarly(std::uint64_t tag) const {
+      return std::any_of(early.begin(), early.end(), [&](const Early& message) { return message.tag == tag; });
+    }
   };
 
   std::string late(std::string_view what, const Request& request) const {
     return concat("rank ", group_.rank(), ", ", what, " of ", request.data.bytes, " bytes, tag ", request.tag,
-                  " in group '", group_.name(), "': waited ", static_cast<double>(group_.timeout().count()) / 1000,
-                  " s for ", request.peer == kAnySource ? std::string("any rank") : group_.describe(request.peer));
+                  " in group '", group_.name(), "': waited ", static_cast<double>(timeout().count()) / 1000, " s for ",
+                  request.peer == kAnySource ? std::string("any rank") : group_.describe(request.peer));
   }
 
   bool pushOut(Peer& peer) {
@@ -276,16 +291,14 @@ class Messenger::Mover {
     peer.in->readInto(reinterpret_cast<std::byte*>(&message.envelope), sizeof(Envelope));
     check(message.envelope.magic == kEnvelope && message.envelope.bytes >= 0,
           "a mailbox holds no message where one should be");
-    const auto request = wanted(rankOf(peer), message.envelope.tag);
-    // Not past a message with the same tag that came before it and still waits for the receive.
-    const bool first = std::none_of(peer.early.begin(), peer.early.end(),
-                                    [&](const Early& early) { return early.tag == message.envelope.tag; });
-    if (first && request != receives_.end()) {
+    const std::uint64_t tag = message.envelope.tag;
+    const auto request = peer.hasEarly(tag) ? receives_.end() : wanted(rankOf(peer), tag);
+    if (request != receives_.end()) {
       checkSize(*request, rankOf(peer), message.envelope.bytes);
       message.request = std::move(*request);
       receives_.erase(request);
     } else {
-      message.early = {message.envelope.tag, std::vector<std::byte>(static_cast<std::size_t>(message.envelope.bytes))};
+      message.early = {tag, std::vector<std::byte>(static_cast<std::size_t>(message.envelope.bytes))};
     }
     peer.current = std::move(message);
   }
@@ -329,12 +342,16 @@ class Messenger::Mover {
     return moved;
   }
 
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_.load()); }
+
   Group& group_;
+  const std::atomic<std::int64_t>& timeout_;
   std::vector<Peer> peers_;
   std::list<Request> receives_;  // in the order in which they were asked for
 };
 
-Messenger::Messenger(Group& group) : group_(group), mover_(std::make_unique<Mover>(group)) {}
+Messenger::Messenger(Group& group)
+    : group_(group), timeout_(group.timeout().count()), mover_(std::make_unique<Mover>(group, timeout_)) {}
 
 Messenger::~Messenger() {
   {

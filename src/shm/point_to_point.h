@@ -2,6 +2,8 @@
 // order in which they were asked for; different tags do not wait for one another.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -26,12 +28,15 @@ class Messenger {
   // Called on the messenger's thread, once: with the error, or none and the rank that sent.
   using Done = std::function<void(std::exception_ptr error, int source)>;
 
-  // The group must outlive it.
+  // The group must outlive it. Messages have the deadline that the group has now, whatever single collectives are
+  // given.
   explicit Messenger(Group& group);
   // What has not been moved yet ends with an error.
   ~Messenger();
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
+
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout.count(); }
 
   // The memory must stay as it is until `done` is called. A message and the receive that matches it have the same size.
   void send(Run data, int to, std::uint64_t tag, Done done);
@@ -43,6 +48,7 @@ class Messenger {
   void run();
 
   Group& group_;
+  std::atomic<std::int64_t> timeout_;  // milliseconds
   std::mutex mutex_;
   std::condition_variable asked_;
   std::unique_ptr<Mover> mover_;

@@ -47,7 +47,7 @@ void reduceScatter(Group& group, const RunTable& from, Runs to, DType dtype, Red
         }
         reduceInto(destination, places, from[me][i].bytes, dtype, op, streaming);
       }
-      meet(call);
+      meetAfterSharing(call);
       return;
     }
   }

@@ -24,7 +24,7 @@ std::string mebibytes(std::int64_t bytes) { return concat(bytes, " bytes (", (by
 }
 
 // A number in a file of /proc or /sys; the largest number where there is none or it says "max".
-std::int64_t numberIn(const char* path) {
+std::int64_t numberIn(const std::string& path) {
   std::ifstream file(path);
   std::int64_t value = 0;
   return file >> value ? value : std::numeric_limits<std::int64_t>::max();
@@ -62,6 +62,23 @@ Descriptor makeFile(const std::string& purpose, std::int64_t bytes) {
 
 }  // namespace
 
+std::int64_t availableInControlGroup(const std::string& directory) {
+  const std::int64_t limit = numberIn(directory + "/memory.max");
+  if (limit == std::numeric_limits<std::int64_t>::max()) {
+    return limit;
+  }
+  // Files that were read stay in memory, and count, until it is needed for something else.
+  std::int64_t used = numberIn(directory + "/memory.current");
+  std::ifstream stat(directory + "/memory.stat");
+  std::string name;
+  for (std::int64_t value = 0; stat >> name >> value;) {
+    if (name == "active_file" || name == "inactive_file") {
+      used -= value;
+    }
+  }
+  return std::max<std::int64_t>(0, limit - std::max<std::int64_t>(0, used));
+}
+
 std::int64_t availableMemory() {
   std::int64_t available = std::numeric_limits<std::int64_t>::max();
   std::ifstream meminfo("/proc/meminfo");
@@ -71,11 +88,7 @@ std::int64_t availableMemory() {
       break;
     }
   }
-  const std::int64_t limit = numberIn("/sys/fs/cgroup/memory.max");
-  if (limit != std::numeric_limits<std::int64_t>::max()) {
-    available = std::min(available, std::max<std::int64_t>(0, limit - numberIn("/sys/fs/cgroup/memory.current")));
-  }
-  return available;
+  return std::min(available, availableInControlGroup("/sys/fs/cgroup"));
 }
 
 Segment::Segment(std::string purpose, Descriptor descriptor, std::int64_t size, bool populated)
@@ -86,6 +99,10 @@ Segment::Segment(std::string purpose, Descriptor descriptor, std::int64_t size, 
     fail("cannot map ", mebibytes(size), " of shared memory for ", purpose_, ": ", std::strerror(errno));
   }
   data_ = static_cast<std::byte*>(address);
+  if (!populated) {
+    // A core dump would read every page, and so make them all exist. Failure is no harm but then.
+    (void)::madvise(address, static_cast<std::size_t>(size), MADV_DONTDUMP);
+  }
 }
 
 Segment& Segment::operator=(Segment&& other) noexcept {

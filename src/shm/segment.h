@@ -45,5 +45,7 @@ class Segment {
 
 // Bytes that this process may still take before the machine or its control group runs out of memory.
 std::int64_t availableMemory();
+// The same of a control group (version 2) alone; the largest number where it has no limit.
+std::int64_t availableInControlGroup(const std::string& directory);
 
 }  // namespace dc::shm

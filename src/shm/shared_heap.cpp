@@ -75,10 +75,21 @@ void SharedHeap::free(std::byte* block) {
   const std::lock_guard lock(mutex_);
   const auto used = used_.find(block - segment_.data());
   check(used != used_.end(), "freed what the heap of shared tensors did not allocate");
+  if (retired_.contains(used->first)) {
+    return;
+  }
   const auto [begin, bytes] = *used;
   used_.erase(used);
   allocated_ -= bytes;
   release(begin, bytes);
+}
+
+void SharedHeap::retire(const void* data) {
+  const std::lock_guard lock(mutex_);
+  const auto after = used_.upper_bound(static_cast<const std::byte*>(data) - segment_.data());
+  if (after != used_.begin()) {
+    retired_.insert(std::prev(after)->first);
+  }
 }
 
 void SharedHeap::release(std::int64_t begin, std::int64_t bytes) {

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "deepcompile/shm/segment.h"
 
@@ -27,6 +28,8 @@ class SharedHeap {
   // Memory that exists: throws when there is not enough, and says how much is. Aligned to 128 bytes.
   std::byte* allocate(std::int64_t bytes);
   void free(std::byte* block);
+  // The block around `data` is never used again, also when it is freed: a peer may still write there.
+  void retire(const void* data);
 
   // Where [data, data + bytes) lies in the heap, or -1 when it does not.
   std::int64_t offsetOf(const void* data, std::int64_t bytes) const {
@@ -48,6 +51,7 @@ class SharedHeap {
   mutable std::mutex mutex_;
   std::map<std::int64_t, std::int64_t> free_;  // begin -> bytes, below end_, never adjacent
   std::map<std::int64_t, std::int64_t> used_;  // begin -> bytes
+  std::set<std::int64_t> retired_;             // of used_
   std::int64_t end_ = 0;                       // no block lies above
   std::int64_t populated_ = 0;                 // [0, populated_) has pages
   std::int64_t allocated_ = 0;

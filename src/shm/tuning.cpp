@@ -25,8 +25,8 @@ class Measurement {
     const int ranks = group_.size();
     best_.one_step_bytes = ranks <= 4 ? 16 * kKiB : 4 * kKiB;
     best_.chunk_bytes = std::min(best_.chunk_bytes, group_.layout().slot_bytes);
-    // Ranks that take turns on a core measure the scheduler.
-    if (ranks > 1 && group_.patience().spin.count() > 0) {
+    // Ranks that take turns on a core measure the scheduler. They may be bound to different numbers of cores.
+    if (ranks > 1 && agree(group_.patience().spin.count() > 0 ? 1 : 0) != 0) {
       chooseStaging();
       chooseChunk();
       if (ranks > 2) {

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import torch
@@ -246,6 +247,45 @@ def aborts(rank: int, world: int) -> None:
         assert "rank 0 has aborted" in fixture.error_of(dist.all_reduce, tensor, group=group)
 
 
+def coalesced_futures(rank: int, world: int) -> None:
+    """Of calls that are still under way when the future is asked for."""
+    group = fixture.shm_group()
+    tensors = [torch.ones(3), torch.ones(5)]
+    if rank == 0:
+        dist.barrier()
+    group._start_coalescing(torch.device("cpu"))
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group, async_op=True)
+    future = group._end_coalescing(torch.device("cpu")).get_future()
+    if rank != 0:
+        assert not future.done()
+        dist.barrier()
+    assert [value.data_ptr() for value in future.wait()] == [tensor.data_ptr() for tensor in tensors]
+    assert tensors[1][4] == world
+
+    group._start_coalescing(torch.device("cpu"))
+    assert group._end_coalescing(torch.device("cpu")).get_future().wait() == []
+
+
+def two_shutdowns_at_once(rank: int, world: int) -> None:
+    group = fixture.shm_group()
+    tensor = torch.ones(10)
+    if rank == 0:
+        dist.barrier()
+        time.sleep(0.5)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank != 0:
+        dist.barrier()
+    threads = [threading.Thread(target=group.shutdown, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    work.wait()
+    assert tensor[0] == world
+
+
 def shutdown_runs_what_is_queued(rank: int, world: int) -> None:
     group = fixture.shm_group()
     tensors = [torch.ones(10_000) for _ in range(20)]
@@ -370,6 +410,14 @@ def test_an_operation_has_its_own_timeout():
 
 def test_abort_fails_what_is_pending_on_all_ranks():
     harness.run_ranks(2, aborts)
+
+
+def test_coalesced_calls_have_one_future():
+    harness.run_ranks(2, coalesced_futures)
+
+
+def test_two_threads_can_shut_a_group_down_at_once():
+    harness.run_ranks(2, two_shutdowns_at_once)
 
 
 def test_shutdown_waits_for_what_is_queued():

@@ -1,6 +1,8 @@
 // Every collective on every number of ranks, as threads and as processes, with random shapes, types and views.
 #include "deepcompile/shm/collectives.h"
 
+#include <sched.h>
+
 #include <gtest/gtest.h>
 
 #include "random_collective.h"
@@ -49,6 +51,15 @@ TEST_P(Collectives, GiveTheRightBitsWithMeasuredThresholds) {
             noErrors(ranks));
 }
 
+// More ranks than such slots have lines for.
+TEST(ManyRanks, StayWithinSmallSlots) {
+  constexpr int kRanks = 40;
+  GroupOptions options = smallSlots(Staging::Cached);
+  options.timeout = std::chrono::seconds(60);
+  options.slot_bytes = 4096;
+  EXPECT_EQ(onThreadGroup(kRanks, options, [](Group& group) { manyRandom(group, 300, 60, 20'000); }), noErrors(kRanks));
+}
+
 TEST(Tuning, IsTheSameOnAllRanks) {
   GroupOptions options;
   options.timeout = std::chrono::seconds(20);
@@ -62,6 +73,28 @@ TEST(Tuning, IsTheSameOnAllRanks) {
                              check(all[0] == mine[0] && all[1] == mine[1], "ranks differ");
                            }),
             noErrors(2));
+}
+
+TEST(Tuning, SetsUpRanksThatAreBoundToDifferentNumbersOfCores) {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  ASSERT_EQ(::sched_getaffinity(0, sizeof(all), &all), 0);
+  if (CPU_COUNT(&all) < 3) {
+    GTEST_SKIP() << "needs three cores";
+  }
+  GroupOptions options;
+  options.timeout = std::chrono::seconds(20);
+  EXPECT_EQ(Processes(3,
+                      [&](int rank, const std::filesystem::path& directory) {
+                        cpu_set_t mine = all;
+                        for (int core = 0; rank != 1 && CPU_COUNT(&mine) > 2; ++core) {
+                          CPU_CLR(core, &mine);
+                        }
+                        ::sched_setaffinity(0, sizeof(mine), &mine);
+                        manyRandom(*openGroup(directory, rank, 3, options), 77, 30, 100'000);
+                      })
+                .errors(),
+            noErrors(3));
 }
 
 TEST(Tuning, OfRankZeroIsSetByTheEnvironment) {

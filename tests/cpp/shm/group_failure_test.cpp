@@ -2,12 +2,15 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 
+#include <atomic>
 #include <fstream>
 
 #include <gtest/gtest.h>
 
 #include "deepcompile/shm/collectives.h"
 #include "deepcompile/shm/group.h"
+#include "deepcompile/shm/offers.h"
+#include "deepcompile/shm/pipeline.h"
 
 #include "random_collective.h"
 #include "shm_ranks.h"
@@ -113,6 +116,63 @@ TEST(GroupFailure, WhatOneRankFindsWrongWithItsArgumentsReachesItsPeers) {
        })) {
     EXPECT_TRUE(contains(error, "gather: room for 10 bytes of rank 0, while the root gives 8")) << error;
   }
+}
+
+// Rank 1 is still busy with rank 0's tensor when rank 0 has given up on it and may have changed that tensor.
+TEST(GroupFailure, ARankThatWasGivenUpDoesNotTakeWhatItReadOfSharedTensors) {
+  std::atomic<bool> given_up = false;
+  const Errors errors = onThreadGroup(2, options(milliseconds(300)), [&](Group& group) {
+    constexpr std::int64_t kBytes = 100'000;
+    const Buffer in(kBytes, 0, true, group.heap());
+    const Buffer out(2 * kBytes, 0, true, group.heap());
+    const auto from = shm::Run{in.data(), kBytes};
+    if (group.rank() == 0) {
+      RunTable to;
+      for (int r = 0; r < 2; ++r) {
+        to.add(out.data() + r * kBytes, kBytes);
+        to.endRank();
+      }
+      const std::string error = errorOf([&] { allGather(group, {&from, 1}, to); });
+      given_up = true;
+      check(contains(error, "waited 0.3 s for rank 1"), error.c_str());
+      return;
+    }
+    Call call(group, {.kind = Kind::AllGather, .count = 2 * kBytes});
+    check(static_cast<bool>(exchangeOffers(call, group, {&from, 1})), "no offers");
+    while (!given_up) {
+      std::this_thread::yield();
+    }
+    meetAfterSharing(call);
+  });
+  EXPECT_EQ(errors[0], "");
+  EXPECT_TRUE(contains(errors[1], "waited 0.3 s for rank 1")) << errors[1];
+}
+
+TEST(GroupFailure, MemoryThatAPeerMayStillWriteIsNotUsedAgain) {
+  std::atomic<bool> given_up = false;
+  const Errors errors = onThreadGroup(2, options(milliseconds(300)), [&](Group& group) {
+    constexpr std::int64_t kCount = 100'003;
+    SharedHeap& heap = group.heap();
+    std::byte* data = heap.allocate(kCount);
+    if (group.rank() == 0) {
+      const std::string error = errorOf([&] { allReduce(group, data, data, kCount, DType::UInt8, ReduceOp::Max); });
+      heap.free(data);
+      std::byte* next = heap.allocate(kCount);
+      given_up = true;
+      check(contains(error, "waited 0.3 s for rank 1"), error.c_str());
+      check(next != data, "the memory is in use again");
+      heap.free(next);
+      return;
+    }
+    Call call(group, {Kind::AllReduce, DType::UInt8, ReduceOp::Max, 1, -1, kCount, 0});
+    const shm::Run runs[2] = {{data, kCount}, {data, kCount}};
+    check(static_cast<bool>(exchangeOffers(call, group, runs)), "no offers");
+    while (!given_up) {
+      std::this_thread::yield();
+    }
+    heap.free(data);
+  });
+  EXPECT_EQ(errors, noErrors(2));
 }
 
 TEST(GroupFailure, AFailedGroupRefusesEveryLaterCallWithTheFirstError) {

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "deepcompile/shm/collectives.h"
+
 #include "shm_ranks.h"
 
 namespace dc::shm::testing {
@@ -156,6 +158,81 @@ TEST(PointToPoint, ARankThatLeavesEndsWhatWaitsForIt) {
   });
   EXPECT_NE(errors[0].find("receive from rank 1"), std::string::npos) << errors[0];
   EXPECT_NE(errors[0].find("will not come"), std::string::npos) << errors[0];
+}
+
+TEST(PointToPoint, MessagesThatCameEarlyKeepTheirOrder) {
+  EXPECT_EQ(onThreadGroup(2, options(),
+                          [](Group& group) {
+                            Messenger messenger(group);
+                            std::vector<std::int64_t> numbers(3000, -1);
+                            std::vector<Ticket> tickets(numbers.size());
+                            std::int64_t last = 0;
+                            Ticket end;
+                            if (group.rank() == 1) {
+                              // Keeps the messenger looking: so most messages arrive before they are asked for.
+                              messenger.receive(run(&last, 8), 0, 9, end.done());
+                            }
+                            for (std::size_t i = 0; i < numbers.size(); ++i) {
+                              const auto one = run(&numbers[i], sizeof(numbers[i]));
+                              if (group.rank() == 0) {
+                                numbers[i] = static_cast<std::int64_t>(i);
+                                messenger.send(one, 1, 5, tickets[i].done());
+                              } else {
+                                messenger.receive(one, 0, 5, tickets[i].done());
+                              }
+                              tickets[i].wait();
+                              check(numbers[i] == static_cast<std::int64_t>(i), "out of order");
+                            }
+                            if (group.rank() == 0) {
+                              messenger.send(run(&last, 8), 1, 9, end.done());
+                            }
+                            end.wait();
+                          }),
+            noErrors(2));
+}
+
+TEST(PointToPoint, ARankThatEndsInTheMiddleOfAMessageEndsItsReceive) {
+  const auto started = Clock::now();
+  const Errors errors = onProcessGroup(2, options(), [](Group& group) {
+    Messenger messenger(group);
+    std::vector<std::byte> data(1 << 20);  // more than a mailbox holds
+    Ticket ticket;
+    if (group.rank() == 1) {
+      messenger.send(runOf(data), 0, 0, ticket.done());
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      ::_exit(0);
+    }
+    while (!group.gone(1)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    messenger.receive(runOf(data), 1, 0, ticket.done());
+    ticket.wait();
+  });
+  EXPECT_LT(Clock::now() - started, std::chrono::seconds(10));
+  EXPECT_NE(errors[0].find("receive from rank 1"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("will not come"), std::string::npos) << errors[0];
+}
+
+TEST(PointToPoint, AMessageThatStopsOnItsWayEndsAtTheDeadline) {
+  const Errors errors = onProcessGroup(2, options(1), [](Group& group) {
+    std::vector<std::byte> data(1 << 20);
+    Ticket ticket;
+    if (group.rank() == 1) {
+      {
+        Messenger messenger(group);
+        messenger.send(runOf(data), 0, 0, ticket.done());
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      }
+      barrier(group);
+      std::this_thread::sleep_for(std::chrono::milliseconds(2000));  // alive, and silent
+      return;
+    }
+    barrier(group);
+    Messenger messenger(group);
+    messenger.receive(runOf(data), 1, 0, ticket.done());
+    ticket.wait();
+  });
+  EXPECT_NE(errors[0].find("receive of 1048576 bytes, tag 0"), std::string::npos) << errors[0];
 }
 
 }  // namespace
