@@ -24,7 +24,7 @@ add_library(
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
-  runtime/z1_executor.cpp
+  runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 target_link_libraries(deepcompile PRIVATE dc_flags "$<LINK_LIBRARY:WHOLE_ARCHIVE,dc_base>" PUBLIC PythonTorch::torch)
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)

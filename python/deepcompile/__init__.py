@@ -8,8 +8,23 @@ from deepcompile import _compile as _compile  # teaches torch.compile about the 
 from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc
 from deepcompile import dc
 from deepcompile._version import __version__
+from deepcompile.config import Config, ConfigError
+from deepcompile.engine import Engine, initialize
+from deepcompile.full import full_params, full_state_dict
+from deepcompile.sharding import shard
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
 cmake_prefix_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake")
 
-__all__ = ["__version__", "cmake_prefix_path", "dc"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "__version__",
+    "cmake_prefix_path",
+    "dc",
+    "full_params",
+    "full_state_dict",
+    "initialize",
+    "shard",
+]

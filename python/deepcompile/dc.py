@@ -96,9 +96,11 @@ class Runtime:
     def register_graph_z2(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         self._native.register_graph_z2(graph_id, list(ds_ids))
 
-    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int]) -> None:
-        """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order."""
-        self._native.register_graph_z3(graph_id, list(ds_ids))
+    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int], *, reduce_at_update: bool = False) -> None:
+        """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order. With
+        ``reduce_at_update`` gradients add up on each rank and travel only in the backward before an update.
+        """
+        self._native.register_graph_z3(graph_id, list(ds_ids), reduce_at_update=reduce_at_update)
         self._shapes.publish()
 
     def set_persistent(self, ds_id: int) -> None:

@@ -132,7 +132,8 @@ void bindRuntime(py::module_& module) {
           NoGil())
       .def("register_graph_z1", &Runtime::registerGraphZ1, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
       .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
-      .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
+      .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), py::kw_only(),
+           py::arg("reduce_at_update") = false, NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())

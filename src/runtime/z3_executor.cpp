@@ -286,6 +286,43 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   param_registry_->unregisterGatheredParam(ds_id);
 }
 
+at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  keep = keep || param.isPersistent();
+  if (hasCurrentCopy(wanted)) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted});
+  }
+  GatheredParam& copy = *param_registry_->findGathered(ds_id, wanted.dtype);
+  if (!copy.waited) {
+    context_->await(copy.ready);
+    copy.ready = Event();
+    copy.waited = true;
+  }
+  at::Tensor tensor = aliasOf(copy.tensor);
+  if (!keep) {
+    letGo(wanted);
+  }
+  return tensor;
+}
+
+void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
+  int& holders = param_registry_->holders(wanted.id);
+  if (held_.erase(wanted.id) > 0) {
+    --holders;
+  }
+  if (holders > 0) {
+    return;  // another graph means to read it
+  }
+  auto& copies = param_registry_->gatheredCopies(wanted.id);
+  copies.erase(std::remove_if(copies.begin(), copies.end(),
+                              [&](const GatheredParam& copy) { return copy.tensor.scalar_type() == wanted.dtype; }),
+               copies.end());
+}
+
 at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(key.generation == context_->generation, [&] {
@@ -348,7 +385,7 @@ void Z3CustomOpExecutor::endBackward() {
   for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
     drop(id, ReleasedSize::Zero);
   }
-  if (!context_->profiling) {
+  if (!context_->profiling && communicates()) {
     publishGradients();
   }
   reduced_.clear();
