@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from deepcompile import _backend as _backend  # torch.compile(backend="deepcompile")
 from deepcompile import _compile as _compile  # teaches torch.compile about the operators
 from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc
 from deepcompile import dc

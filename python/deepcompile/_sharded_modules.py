@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -59,6 +60,16 @@ def _property(read: _Read) -> property:
         return gathered
 
     return property(gather)
+
+
+def _some_getter() -> Callable[..., Any]:
+    getter = _property(_Read("weight", 0, (), torch.float32, False)).fget
+    assert getter is not None
+    return getter
+
+
+#: What runs when eager code reads a parameter; all getters are of one code.
+EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard)
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:

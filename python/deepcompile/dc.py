@@ -112,6 +112,12 @@ class Runtime:
         self._native.start_forward()
         _saved_tensors.switch_on()
 
+    def start_compiled_forward(self) -> None:
+        """The same where the forward is compiled: what autograd saves is looked at only from the first gather in eager code
+        on, so that compiled code meets no hooks.
+        """
+        self._native.start_forward()
+
     def end_forward(self) -> None:
         _saved_tensors.switch_off()
         self._native.end_forward()
@@ -138,6 +144,16 @@ class Runtime:
 
     def clear_all_gathered_params(self) -> None:
         self._native.clear_all_gathered_params()
+
+    def record_timeline(self, on: bool) -> None:
+        """While on, :meth:`take_timeline` tells what happened when."""
+        self._native.record_timeline(on)
+
+    def take_timeline(self) -> list[tuple[str, int, int, int, int]]:
+        """(kind, id, bytes, start, end) since the last call, in nanoseconds of the steady clock. Kinds: ``take`` and
+        ``grad`` are calls of the program, ``gather`` and ``reduce`` are collectives on their channels.
+        """
+        return self._native.take_timeline()
 
     def stats(self) -> dict[str, Any]:
         """What this rank did, in numbers (docs/runtime.md lists them)."""

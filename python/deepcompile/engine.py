@@ -16,6 +16,7 @@ from torch import nn
 from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer, total_norm_over_shards
 from deepcompile.config import Config, OptimizerConfig, load_config
 from deepcompile.loss_scale import LossScale
+from deepcompile.profile import Profile
 from deepcompile.sharding import Sharding, is_sharded, shard, sharding_of
 
 _log = logging.getLogger("deepcompile")
@@ -116,6 +117,17 @@ class Engine:
         self._awaits_step = False
         self._said_skip = False
         self._forward: Callable[..., Any] = model
+        self._profile = Profile(self.sharding, 0)
+        if config.compile.mode == "compile":
+            self._compile()
+
+    def _compile(self) -> None:
+        options = self.config.compile
+        self._forward = torch.compile(
+            self.module, backend="deepcompile", dynamic=options.dynamic, fullgraph=options.fullgraph
+        )
+        self.sharding.planner  # noqa: B018 - made here, by all ranks together
+        self._profile = Profile(self.sharding, options.profile_steps)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -124,10 +136,18 @@ class Engine:
         if dtype is not None:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
-        runtime.start_forward()
+        training = torch.is_grad_enabled()
+        if self.config.compile.mode == "compile":
+            runtime.start_compiled_forward()
+        else:
+            runtime.start_forward()
+        if training:
+            self._profile.start_forward()
         try:
             return self._forward(*args, **kwargs)
         finally:
+            if training:
+                self._profile.end_forward()
             runtime.end_forward()
 
     @property
@@ -153,8 +173,10 @@ class Engine:
         update = self.is_gradient_accumulation_boundary
         self.sharding.runtime.start_backward(update)
         factor = self.loss_scale.value / self.config.gradient_accumulation_steps
+        self._profile.start_backward()
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         torch.ops.dc.end_backward(self.sharding.graph_id)
+        self._profile.end_backward()
         self.sharding.end_backward()
         self._micro_steps += 1
         self._awaits_step = True
@@ -181,6 +203,8 @@ class Engine:
         else:
             self._skip()
         self.zero_grad()
+        if self._profile.ready():
+            self._profile.plan()
         return taken
 
     def _clip(self) -> bool:

@@ -16,7 +16,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch import nn
 
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
 from deepcompile.config import Config, load_config
+
+if TYPE_CHECKING:
+    from deepcompile.planning import StepPlanner
 
 #: Graphs of the engine: above what programs that use the operators directly choose.
 _graph_ids = itertools.count(1 << 20)
@@ -69,6 +72,7 @@ class Sharding:
         )
         self.params: list[ShardedParam] = []
         self._model = weakref.ref(model)
+        self._planner: StepPlanner | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -76,6 +80,15 @@ class Sharding:
         if model is None:
             raise RuntimeError("the sharded model is gone")
         return model
+
+    @property
+    def planner(self) -> StepPlanner:
+        """Made at its first use, which is a collective: when the model is compiled."""
+        if self._planner is None:
+            from deepcompile.planning import StepPlanner
+
+            self._planner = StepPlanner(self)
+        return self._planner
 
     def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
         return {sharded.param: sharded for sharded in self.params}

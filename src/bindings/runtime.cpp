@@ -144,6 +144,20 @@ void bindRuntime(py::module_& module) {
       .def("invalidate_gathered_param", &Runtime::invalidateGatheredParam, py::arg("ds_id"), NoGil())
       .def("clear_all_gathered_params", &Runtime::clearAllGatheredParams, NoGil())
       .def("close", &Runtime::close, NoGil())
+      .def(
+          "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"))
+      .def(
+          "take_timeline",
+          [](Runtime& runtime) {
+            static constexpr const char* kNames[] = {"take", "grad", "gather", "reduce"};
+            py::list spans;
+            for (const Timeline::Span& span : runtime.context().timeline->take()) {
+              spans.append(
+                  py::make_tuple(kNames[static_cast<int>(span.kind)], span.id, span.bytes, span.start, span.end));
+            }
+            return spans;
+          },
+          "(kind, id, bytes, start, end) of what happened since the last call; nanoseconds of the steady clock.")
       .def("stats", &statsOf);
 
   module.def("default_runtime", &defaultRuntime);

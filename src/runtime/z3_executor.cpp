@@ -115,13 +115,22 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                   graph, ") on ", context->place);
   };
   runDetached(*gather_.stream, std::move(what),
-              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature)] {
+              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
+               timeline = context_->timeline, first = wanted[0].id] {
+                const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
                 std::vector<GatherPart> cast;  // before it travels, so that fewer bytes do
                 for (const GatherPart& part : parts) {
                   cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
                 }
                 agreeOnCollective(*comm, signature);
                 comm->allGather(cast);
+                if (started != 0) {
+                  std::int64_t bytes = 0;
+                  for (const GatherPart& part : parts) {
+                    bytes += static_cast<std::int64_t>(part.full.nbytes());
+                  }
+                  timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                }
               });
   Event ready = gather_.stream->record();
   for (const Launched& one : launched) {
@@ -290,6 +299,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
   keep = keep || param.isPersistent();
   if (hasCurrentCopy(wanted)) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
@@ -305,6 +315,9 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   at::Tensor tensor = aliasOf(copy.tensor);
   if (!keep) {
     letGo(wanted);
+  }
+  if (entered != 0) {
+    context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
   }
   return tensor;
 }
@@ -360,7 +373,11 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
     });
     --pending;
   }
+  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
   at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  if (entered != 0) {
+    context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
+  }
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
