@@ -12,6 +12,7 @@ from deepcompile._version import __version__
 from deepcompile.config import Config, ConfigError
 from deepcompile.engine import Engine, initialize
 from deepcompile.full import full_params, full_state_dict
+from deepcompile.parity import check_parity
 from deepcompile.sharding import shard
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "__version__",
+    "check_parity",
     "cmake_prefix_path",
     "dc",
     "full_params",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer, tot
 from deepcompile.config import Config, OptimizerConfig, load_config
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
+from deepcompile.report import Explanation, StepTimes, explain, one_line, trace_events
 from deepcompile.sharding import Sharding, is_sharded, shard, sharding_of
 
 _log = logging.getLogger("deepcompile")
@@ -116,8 +118,10 @@ class Engine:
         self._micro_steps = 0  # backwards since the last optimizer step
         self._awaits_step = False
         self._said_skip = False
+        self._trace_to: str | None = None
+        self.times = StepTimes()
         self._forward: Callable[..., Any] = model
-        self._profile = Profile(self.sharding, 0)
+        self.profile = Profile(self.sharding, 0)
         if config.compile.mode == "compile":
             self._compile()
 
@@ -127,7 +131,7 @@ class Engine:
             self.module, backend="deepcompile", dynamic=options.dynamic, fullgraph=options.fullgraph
         )
         self.sharding.planner  # noqa: B018 - made here, by all ranks together
-        self._profile = Profile(self.sharding, options.profile_steps)
+        self.profile = Profile(self.sharding, options.profile_steps)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -137,17 +141,19 @@ class Engine:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
         training = torch.is_grad_enabled()
+        if training:
+            self._begin_step()
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
         else:
             runtime.start_forward()
         if training:
-            self._profile.start_forward()
+            self.profile.start_forward()
         try:
             return self._forward(*args, **kwargs)
         finally:
             if training:
-                self._profile.end_forward()
+                self.profile.end_forward()
             runtime.end_forward()
 
     @property
@@ -173,10 +179,10 @@ class Engine:
         update = self.is_gradient_accumulation_boundary
         self.sharding.runtime.start_backward(update)
         factor = self.loss_scale.value / self.config.gradient_accumulation_steps
-        self._profile.start_backward()
+        self.profile.start_backward()
         (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         torch.ops.dc.end_backward(self.sharding.graph_id)
-        self._profile.end_backward()
+        self.profile.end_backward()
         self.sharding.end_backward()
         self._micro_steps += 1
         self._awaits_step = True
@@ -203,9 +209,27 @@ class Engine:
         else:
             self._skip()
         self.zero_grad()
-        if self._profile.ready():
-            self._profile.plan()
+        self._end_step()
         return taken
+
+    def _begin_step(self) -> None:
+        if not self._micro_steps and not self._awaits_step:
+            self.times.begin(self.stats()["wait_seconds"])
+            if self._trace_to is not None:
+                self.sharding.runtime.take_timeline()
+                self.sharding.runtime.record_timeline(True)
+
+    def _end_step(self) -> None:
+        self.times.end(self.stats()["wait_seconds"])
+        if self.profile.ready():
+            changed = self.profile.plan()
+            self.times.forget()
+            if self.sharding.rank == 0:
+                _log.info("%s", one_line(self.sharding, changed, self.profile.why_not))
+        elif self._trace_to is not None and self.profile.done:
+            self.sharding.runtime.record_timeline(False)
+            pathlib.Path(self._trace_to).write_text(trace_events(self, self.sharding.runtime.take_timeline()))
+            self._trace_to = None
 
     def _clip(self) -> bool:
         """Undoes the loss scale and clips. False, on all ranks alike, when the gradients are not finite."""
@@ -258,6 +282,59 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The shards of this rank. ``deepcompile.full_state_dict(engine.module)`` gives whole parameters."""
         return self.module.state_dict()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], client_state: Any = None, *, keep: int | None = None
+    ) -> str:
+        """Saves model, optimizer, loss scale, schedule, random state and ``client_state`` (anything that can be pickled)
+        under ``folder`` and returns where. Every rank calls it. A job that is killed meanwhile leaves the last one as it was.
+        ``keep``: how many checkpoints stay; None: all.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; at least the checkpoint that is being saved stays")
+        from deepcompile import checkpoint  # it brings much with it
+
+        return checkpoint.save_checkpoint(self, folder, client_state, keep)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], name: str | None = None) -> Any:
+        """Loads the latest checkpoint of ``folder`` (or the one called ``name``), saved by any number of ranks under any
+        stage, and returns its ``client_state``. Random states are restored when the number of ranks is the same.
+        """
+        from deepcompile import checkpoint
+
+        return checkpoint.load_checkpoint(self, folder, name)
+
+    @property
+    def gradients_pending(self) -> bool:
+        """True between the first backward of an accumulation and its step."""
+        return self._micro_steps > 0
+
+    def progress(self) -> dict[str, Any]:
+        schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self.loss_scale.state_dict(),
+            "schedule": schedule,
+        }
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.lr_scheduler is not None and state["schedule"] is not None:
+            self.lr_scheduler.load_state_dict(state["schedule"])
+
+    # -- what it did -------------------------------------------------------------------------------------------------
+
+    def explain(self) -> Explanation:
+        """What is active and why: sharding, plan, predicted and measured times, memory. ``print`` it."""
+        return explain(self)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Records the next step (after the profile is done) and writes it to ``path`` for Perfetto or chrome://tracing."""
+        self._trace_to = os.fspath(path)
 
     def stats(self) -> dict[str, Any]:
         return self.sharding.runtime.stats()

@@ -2,8 +2,8 @@
 
 A *segment* begins at a node that uses a large parameter and goes on to the next such node. Collectives are launched and
 waited for between segments only, so a plan is a matter of segments and parameters and fits every graph of the same
-structure, whatever its shapes. Small parameters (norms, biases) begin no segment: they are gathered with the segment that needs them,
-so that nothing stands between the operations that Inductor would fuse.
+structure, whatever its shapes. Small parameters (norms, biases) begin no segment: they are gathered with the segment
+that needs them, so that nothing stands between the operations that Inductor would fuse.
 """
 
 from __future__ import annotations
