@@ -289,7 +289,7 @@ class Engine:
         self, folder: str | os.PathLike[str], client_state: Any = None, *, keep: int | None = None
     ) -> str:
         """Saves model, optimizer, loss scale, schedule, random state and ``client_state`` (anything that can be pickled)
-        under ``folder`` and returns where. Every rank calls it. A job that is killed meanwhile leaves the last one as it was.
+        under ``folder`` and returns where. Every rank calls it. A job that is killed meanwhile leaves the last as it was.
         ``keep``: how many checkpoints stay; None: all.
         """
         if keep is not None and keep < 1:
