@@ -1,6 +1,6 @@
 # The front door. `make demo` and `make test` set up everything they need; the second run starts in seconds.
 #
-#   make demo       train a small sharded model on two processes
+#   make demo       train a small Llama under ZeRO-3 on two processes, beside the same model in one
 #   make test       C++ and Python tests; make test-all also those that take minutes
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
@@ -48,7 +48,7 @@ test-all: test-cpp
 	$(PYTHON) -m pytest tests/python -q
 
 demo: build
-	$(PYTHON) examples/operators.py
+	$(PYTHON) examples/llama.py
 
 bench: build
 	for benchmark in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done

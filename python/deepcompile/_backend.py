@@ -149,10 +149,10 @@ class _Unit:
             else:
                 step = self._step
             context = _surroundings()
-            pristine = copy.deepcopy(module)
+            pristine = _copy(module)
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:
-                graph = copy.deepcopy(pristine)
+                graph = _copy(pristine)
                 if graph_plan is not None and not apply_plan(graph, graph_plan):
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
                 return inner(graph, example_inputs, **kwargs)
@@ -167,6 +167,13 @@ class _Unit:
             return compiled
 
         return compile_one
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Another graph over the same attributes."""
+    other = fx.GraphModule(module, copy.deepcopy(module.graph))
+    other.meta = dict(module.meta)
+    return other
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:

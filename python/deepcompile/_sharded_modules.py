@@ -116,8 +116,9 @@ def install(sharding: Sharding) -> None:
     """Gives the modules their new classes."""
     reads: dict[nn.Module, list[tuple[ShardedParam, _Read]]] = {}
     for sharded in sharding.params:
+        keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
-            read = _Read(attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, sharded.leaf)
+            read = _Read(attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep)
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]

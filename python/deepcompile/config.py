@@ -33,8 +33,9 @@ class ConfigError(ValueError):
 class ZeroConfig:
     #: 1 shards optimizer states, 2 gradients too, 3 parameters too.
     stage: int = 3
-    #: Elements of a bucket of gradients, reduced as one.
-    reduce_bucket_size: int = 50_000_000
+    #: Elements of a bucket of gradients, reduced as one. None: an eighth of the model, so that most of the reductions run
+    #: while the backward does.
+    reduce_bucket_size: int | None = None
     #: Elements up to which a ZeRO-3 parameter stays gathered from update to update.
     param_persistence_threshold: int = 0
     #: Class or module names whose parameters every rank gathers at entry, whatever the routing.
@@ -50,7 +51,7 @@ class CompileConfig:
     #: Strategy of the planner: auto, planned, published, per_block or on_demand.
     strategy: str = "auto"
     #: Iterations that are measured before the plan is made from measurements; 0 keeps the plan made from estimates.
-    profile_steps: int = 2
+    profile_steps: int = 3
     dynamic: bool | None = None
     fullgraph: bool = False
 
@@ -282,7 +283,7 @@ def _check_values(config: Config) -> None:
     zero, fp16 = config.zero_optimization, config.fp16
     require(zero.stage in (1, 2, 3), "zero_optimization.stage", zero.stage, "it must be 1, 2 or 3")
     require(
-        zero.reduce_bucket_size >= 1,
+        zero.reduce_bucket_size is None or zero.reduce_bucket_size >= 1,
         "zero_optimization.reduce_bucket_size",
         zero.reduce_bucket_size,
         "it counts elements and must be at least 1",

@@ -26,6 +26,7 @@ from deepcompile.step_plan import (
     saved_buffers,
     step_graph_text,
     step_plan,
+    without_keeping,
 )
 
 if TYPE_CHECKING:
@@ -122,6 +123,19 @@ class StepPlanner:
             return
         step.plan = step_plan(text, planned, step.graphs, self._facts)
         step.why_not = ""
+        if step.trains and not self._may_keep(step):
+            step.plan = without_keeping(step.plan, self._facts)
+
+    def _may_keep(self, step: Step) -> bool:
+        """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
+        it keeps parameters to the backward only where all of them could stay.
+        """
+        gathered = {param for segments in step.graphs.values() for param in segments.params}
+        if gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}:
+            return True
+        everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
+        held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
+        return 2 * (everything + held) <= self.budget
 
     def replan(self, step: Step, seconds: dict[str, list[float]], machine: planner.Machine) -> bool:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""

@@ -129,9 +129,7 @@ class Profile:
                 samples[phase].append(found)
         if not self._finished:
             return None
-        seconds = {
-            phase: [statistics.median(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()
-        }
+        seconds = {phase: [min(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()}
         spans = [span for iteration in self._finished for span in iteration.spans]
         return {"seconds": seconds, "gathers": _by_size(spans, "gather"), "reductions": _by_size(spans, "reduce")}
 

@@ -68,7 +68,7 @@ class Sharding:
         self.runtime = dc.Runtime(
             group,
             {"timeout": config.timeout, "pre_div_reduce": config.prescale_gradients, "debug": config.debug},
-            config.zero_optimization.reduce_bucket_size,
+            config.zero_optimization.reduce_bucket_size or _bucket_size(model),
         )
         self.params: list[ShardedParam] = []
         self._model = weakref.ref(model)
@@ -134,6 +134,11 @@ class Sharding:
 
     def close(self) -> None:
         self.runtime.cleanup()
+
+
+def _bucket_size(model: nn.Module) -> int:
+    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return min(max(trainable // 8, 250_000), 50_000_000)
 
 
 def slice_of(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:

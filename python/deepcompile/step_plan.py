@@ -209,6 +209,19 @@ def _worthwhile(launches: list[Launch], takes: list[Take]) -> list[Launch]:
     return [one for one in launches if len(one.params) > 1 or (one.segment, one.params[0]) not in at]
 
 
+def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
+    """The same, but each graph gathers for itself, except what stays whatever the plan."""
+
+    def changed(take: Take) -> Take:
+        return dataclasses.replace(take, keep=facts[take.param].stays)
+
+    graphs = {
+        phase: dataclasses.replace(graph, takes=tuple(changed(take) for take in graph.takes))
+        for phase, graph in plan.graphs.items()
+    }
+    return dataclasses.replace(plan, graphs=graphs)
+
+
 def apply_plan(module: fx.GraphModule, graph_plan: GraphPlan) -> bool:
     """Rewrites the graph as planned: launches and takes at the segments' beginnings, what is computed from gathers where it
     is used. False, and nothing changed, when the graph is not of the planned structure.
@@ -282,4 +295,5 @@ __all__ = [
     "saved_buffers",
     "step_graph_text",
     "step_plan",
+    "without_keeping",
 ]
