@@ -10,6 +10,7 @@ from deepcompile import _load as _load  # loads the native library and registers
 from deepcompile import dc
 from deepcompile._version import __version__
 from deepcompile.config import Config, ConfigError
+from deepcompile.deferred import init_sharded
 from deepcompile.engine import Engine, initialize
 from deepcompile.full import full_params, full_state_dict
 from deepcompile.parity import check_parity
@@ -28,6 +29,7 @@ __all__ = [
     "dc",
     "full_params",
     "full_state_dict",
+    "init_sharded",
     "initialize",
     "shard",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer, total_norm_over_shards
 from deepcompile.config import Config, OptimizerConfig, load_config
+from deepcompile.deferred import InitFunction
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
 from deepcompile.report import Explanation, StepTimes, explain, one_line, trace_events
@@ -33,6 +34,7 @@ def initialize(
     *,
     lr_scheduler: Any | None = None,
     process_group: dist.ProcessGroup | None = None,
+    init_fn: InitFunction | None = None,
 ) -> Engine:
     """Shards ``model`` (unless :func:`deepcompile.shard` has) and returns its engine. ``optimizer`` is one over the
     parameters of ``model``, a function that makes one from them, or left to ``config["optimizer"]``.
@@ -43,7 +45,11 @@ def initialize(
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_optimizer(model, optimizer)
     if not is_sharded(model):
-        shard(model, checked, process_group=process_group)
+        if isinstance(optimizer, torch.optim.Optimizer) and any(param.is_meta for param in model.parameters()):
+            raise ValueError(
+                "the model's parameters have no data yet and are about to be made: pass a function that makes the optimizer"
+            )
+        shard(model, checked, process_group=process_group, init_fn=init_fn)
     elif config is None:
         checked = sharding_of(model).config
     elif checked.stage != sharding_of(model).config.stage:

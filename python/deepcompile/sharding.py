@@ -24,6 +24,7 @@ from torch import nn
 
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
 from deepcompile.config import Config, load_config
+from deepcompile.deferred import InitFunction, make_shards
 
 if TYPE_CHECKING:
     from deepcompile.planning import StepPlanner
@@ -177,9 +178,12 @@ def shard(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    init_fn: InitFunction | None = None,
 ) -> nn.Module:
     """Shards ``model`` in place over ``process_group`` (the default group when None) and returns it. Every rank calls it;
-    the values are those of rank 0. Optimizers may be made before or after: parameters keep their identity.
+    the values are those of rank 0. Optimizers may be made before or after: parameters keep their identity, except those
+    without data (:func:`deepcompile.init_sharded`, device ``meta``), which are made here, module by module, by ``init_fn``
+    or as the module does it itself.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
@@ -193,9 +197,13 @@ def shard(
     found = _find_params(model, checked)
     _agree_on_models(model, found, group)
     sharding = Sharding(model, checked, group)
+    made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
     for sharded in found:
-        _replace_by_shard(sharded, sharding)
-        sharding.params.append(sharded)
+        if sharded.param.is_meta:
+            sharding.params.append(_put_shard(sharded, made.pop(sharded.param), sharding))
+        else:
+            _replace_by_shard(sharded, sharding)
+            sharding.params.append(sharded)
     for buffer in model.buffers():
         if buffer.numel() > 0:
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
@@ -227,7 +235,7 @@ def _find_params(model: nn.Module, config: Config) -> list[ShardedParam]:
         if param.numel() == 0:
             continue  # nothing to gather, nothing to reduce: it stays as it is
         other = memory.setdefault(param.data_ptr(), name)
-        if other != name:
+        if other != name and not param.is_meta:
             raise ValueError(
                 f"parameters '{other}' and '{name}' are different objects over the same memory; tie them by assigning one "
                 "Parameter object to both modules"
@@ -271,7 +279,7 @@ def _leaf_parameters(model: nn.Module, wanted: list[str]) -> set[nn.Parameter]:
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter '{name}' is lazy and has no shape yet: run the model once before it is sharded")
-    if param.device.type != "cpu" or param.layout != torch.strided:
+    if param.device.type not in ("cpu", "meta") or param.layout != torch.strided:
         raise ValueError(
             f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; this build shards strided CPU "
             "parameters"
@@ -302,6 +310,17 @@ def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
         return "missing"
     name, shape, dtype, trainable = entry
     return f"'{name}' {list(shape)} {dtype}{'' if trainable else ', without gradient,'}"
+
+
+def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
+    """A parameter without data becomes one with this rank's part."""
+    if sharded.read_dtype == sharding.config.compute_dtype:
+        own = own.float()
+    param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
+    param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
+    for module, attribute in sharded.places:
+        module._parameters[attribute] = param
+    return dataclasses.replace(sharded, param=param)
 
 
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
