@@ -33,7 +33,7 @@ SYSTEMS = {
 }
 
 
-def build(name: str, model: Any, store: Any, rank: int) -> Any:
+def build(name: str, model: Any) -> Any:
     """A function that trains one step on a batch, and one that tells more."""
     import torch
     import torch.distributed as dist
@@ -82,6 +82,8 @@ def build(name: str, model: Any, store: Any, rank: int) -> Any:
 def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["OMP_NUM_THREADS"] = "1"
+    key = "".join(c for c in name if c.isalnum())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache-{key}"  # first steps compile everything
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
     import torch
     import torch.distributed as dist
@@ -90,13 +92,12 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
     torch.set_num_threads(1)
     alone = name.startswith(("one", "two"))
     if not alone:
-        key = "".join(c for c in name if c.isalnum())
         store = dist.FileStore(f"{folder}/{key}", RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = Llama(2 if quick else 6, 384, heads=6, vocabulary=4096, length=128)
     batch = torch.randint(0, 4096, (2, 129), generator=torch.Generator().manual_seed(rank))
-    train, more = build(name, model, None, rank)
+    train, more = build(name, model)
     started = time.perf_counter()
     losses = [train(batch)]
     first = time.perf_counter() - started

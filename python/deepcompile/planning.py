@@ -5,8 +5,6 @@ all ranks.
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -31,8 +29,6 @@ from deepcompile.step_plan import (
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
-
-_log = logging.getLogger("deepcompile")
 
 #: A machine before anything is measured: ranks of one host over sockets.
 #: The runtime does not offload yet, so that is made too slow to pay.
@@ -168,11 +164,6 @@ def available_memory() -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def as_json(step: Step) -> str:
-    assert step.plan is not None
-    return json.dumps({phase: dataclasses.asdict(graph) for phase, graph in step.plan.graphs.items()})
 
 
 __all__ = ["Step", "StepPlanner", "available_memory"]
