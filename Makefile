@@ -1,7 +1,7 @@
 # The front door. `make demo` and `make test` set up everything they need; the second run starts in seconds.
 #
-#   make demo       train a small sharded model on two processes
-#   make test       C++ and Python tests
+#   make demo       train a small Llama under ZeRO-3 on two processes, beside the same model in one
+#   make test       C++ and Python tests; make test-all also those that take minutes
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
@@ -21,7 +21,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
-.PHONY: all demo test test-cpp test-python build bench peers sanitize format lint clean
+.PHONY: all demo test test-all test-cpp test-python build bench peers sanitize format lint clean
 
 all: build
 
@@ -42,10 +42,13 @@ test-cpp: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 
 test-python: build
+	$(PYTHON) -m pytest tests/python -q -m "not slow"
+
+test-all: test-cpp
 	$(PYTHON) -m pytest tests/python -q
 
 demo: build
-	$(PYTHON) examples/operators.py
+	$(PYTHON) examples/llama.py
 
 bench: build
 	for benchmark in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done

@@ -37,7 +37,7 @@ add_library(
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
-  runtime/z1_executor.cpp
+  runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
 target_sources(deepcompile PRIVATE $<TARGET_OBJECTS:dc_base> $<TARGET_OBJECTS:dc_shm>)

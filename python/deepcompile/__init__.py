@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import os
 
+from deepcompile import _backend as _backend  # torch.compile(backend="deepcompile")
 from deepcompile import _compile as _compile  # teaches torch.compile about the operators
 from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc and torch.ops.deepspeed
 from deepcompile import _shm_backend as _shm_backend  # registers the backend "shm" of torch.distributed
 from deepcompile import comm, dc, shm
 from deepcompile._version import __version__
 from deepcompile.comm import init_distributed
+from deepcompile.config import Config, ConfigError
+from deepcompile.deferred import init_sharded
+from deepcompile.engine import Engine, initialize
+from deepcompile.full import full_params, full_state_dict
+from deepcompile.parity import check_parity
+from deepcompile.sharding import shard
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
 cmake_prefix_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake")
 
-__all__ = ["__version__", "cmake_prefix_path", "comm", "dc", "init_distributed", "shm"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "__version__",
+    "check_parity",
+    "cmake_prefix_path",
+    "comm",
+    "dc",
+    "full_params",
+    "full_state_dict",
+    "init_distributed",
+    "init_sharded",
+    "initialize",
+    "shard",
+    "shm",
+]

@@ -34,6 +34,8 @@ EFFECTS = (
     _ops.reload_parameter.default,
     _ops.end_backward.default,
     torch.ops.deepspeed.inference_all_reduce.default,
+    _ops.prefetch_shards.default,
+    _ops.reduce_shard.default,
 )
 
 #: All operators, in the order in which the program calls them.
@@ -45,6 +47,7 @@ ORDERED = (
     _ops.reload_tensor.default,
     _ops.wait_offload.default,
     _ops.wait_reload.default,
+    _ops.gather_shard.default,
 )
 
 
@@ -87,7 +90,11 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     key: tuple[Any, Any] = (bound.get("graph_id"), bound.get("id"))
 
-    after = [] if order.last_buffer is None else [order.last_buffer]
+    chained = op is not _ops.reduce_shard.default  # gradients find their order in the runtime
+    after = [order.last_buffer] if chained and order.last_buffer is not None else []
+    if graph.current_node.meta.get("deepcompile_pinned") and graph.operations:
+        # Planned: neither earlier, where it would hold memory or wait too soon, nor later than the graph says.
+        after += [output.get_name() for output in graph.operations[-1].get_outputs()]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
     elif op is _ops.free_tensors.default:
@@ -102,11 +109,13 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         for buffer in after:
             if buffer not in outputs:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(buffer)
-        if outputs:
+        if outputs and chained:
             order.last_buffer = next(iter(outputs))
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
+        elif op is _ops.gather_shard.default and bound.get("keep"):
+            graph.never_reuse_buffers.update(outputs)  # others may read the same memory
         elif op in _COPIES:
             # The copy reads its source after this call has returned.
             graph.never_reuse_buffers.update(dependency.name for dependency in operation.get_read_writes().reads)
@@ -159,8 +168,17 @@ def _register_lowerings(lowering: ModuleType) -> None:
         lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
 
 
+def _skip_our_own_frames(eval_frame: ModuleType) -> None:
+    """Called from code that Dynamo leaves alone, these would be compiled as graphs of their own."""
+    from deepcompile import _saved_tensors, _sharded_modules
+
+    for function in (_saved_tensors._pack, _saved_tensors._unpack, *_sharded_modules.EAGER_FRAMES):
+        eval_frame.skip_code(function.__code__)
+
+
 for _op in EFFECTS:
     has_side_effect(_op)
+after_import("torch._dynamo.eval_frame", _skip_our_own_frames)
 after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
 after_import("torch._inductor.pattern_matcher", _releases_end_regions)
 after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)

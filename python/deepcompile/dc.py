@@ -96,9 +96,11 @@ class Runtime:
     def register_graph_z2(self, graph_id: int, ds_ids: Sequence[int]) -> None:
         self._native.register_graph_z2(graph_id, list(ds_ids))
 
-    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int]) -> None:
-        """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order."""
-        self._native.register_graph_z3(graph_id, list(ds_ids))
+    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int], *, reduce_at_update: bool = False) -> None:
+        """``ds_ids`` in the order of their use in the forward: the first backward reduces in the reverse order. With
+        ``reduce_at_update`` gradients add up on each rank and travel only in the backward before an update.
+        """
+        self._native.register_graph_z3(graph_id, list(ds_ids), reduce_at_update=reduce_at_update)
         self._shapes.publish()
 
     def set_persistent(self, ds_id: int) -> None:
@@ -109,6 +111,12 @@ class Runtime:
         """The first call proves, in one collective, that all ranks have registered the same."""
         self._native.start_forward()
         _saved_tensors.switch_on()
+
+    def start_compiled_forward(self) -> None:
+        """The same where the forward is compiled: what autograd saves is looked at only from the first gather in eager code
+        on, so that compiled code meets no hooks.
+        """
+        self._native.start_forward()
 
     def end_forward(self) -> None:
         _saved_tensors.switch_off()
@@ -136,6 +144,16 @@ class Runtime:
 
     def clear_all_gathered_params(self) -> None:
         self._native.clear_all_gathered_params()
+
+    def record_timeline(self, on: bool) -> None:
+        """While on, :meth:`take_timeline` tells what happened when."""
+        self._native.record_timeline(on)
+
+    def take_timeline(self) -> list[tuple[str, int, int, int, int]]:
+        """(kind, id, bytes, start, end) since the last call, in nanoseconds of the steady clock. Kinds: ``take`` and
+        ``grad`` are calls of the program, ``gather`` and ``reduce`` are collectives on their channels.
+        """
+        return self._native.take_timeline()
 
     def stats(self) -> dict[str, Any]:
         """What this rank did, in numbers (docs/runtime.md lists them)."""

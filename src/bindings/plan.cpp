@@ -80,8 +80,9 @@ py::dict byResource(const std::array<Nanos, kResources>& values) {
 
 PYBIND11_MODULE(_plan, module) {
   module.doc() = "The planner: step graphs, machines, plans, proofs and simulations.";
-  const auto& plan_error = py::register_exception<Error>(module, "PlanError", PyExc_ValueError);
-  py::register_exception<BudgetError>(module, "BudgetError", plan_error.ptr());
+  // Local: the same C++ errors mean something else in the other module.
+  const auto& plan_error = py::register_local_exception<Error>(module, "PlanError", PyExc_ValueError);
+  py::register_local_exception<BudgetError>(module, "BudgetError", plan_error.ptr());
 
   py::class_<StepGraph, std::shared_ptr<StepGraph>>(module, "StepGraph")
       .def(py::init([](const std::string& text, const std::string& file) {

@@ -143,7 +143,8 @@ void bindRuntime(py::module_& module) {
           NoGil())
       .def("register_graph_z1", &Runtime::registerGraphZ1, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
       .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
-      .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
+      .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), py::kw_only(),
+           py::arg("reduce_at_update") = false, NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())
@@ -154,6 +155,20 @@ void bindRuntime(py::module_& module) {
       .def("invalidate_gathered_param", &Runtime::invalidateGatheredParam, py::arg("ds_id"), NoGil())
       .def("clear_all_gathered_params", &Runtime::clearAllGatheredParams, NoGil())
       .def("close", &Runtime::close, NoGil())
+      .def(
+          "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"))
+      .def(
+          "take_timeline",
+          [](Runtime& runtime) {
+            static constexpr const char* kNames[] = {"take", "grad", "gather", "reduce"};
+            py::list spans;
+            for (const Timeline::Span& span : runtime.context().timeline->take()) {
+              spans.append(
+                  py::make_tuple(kNames[static_cast<int>(span.kind)], span.id, span.bytes, span.start, span.end));
+            }
+            return spans;
+          },
+          "(kind, id, bytes, start, end) of what happened since the last call; nanoseconds of the steady clock.")
       .def("stats", &statsOf);
 
   module.def("default_runtime", &defaultRuntime);

@@ -79,6 +79,71 @@ at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, st
   return op.call(a, graph_id, id, dtype);
 }
 
+// The engine's gather. An eager backward knows the parameter by its id; a traced one by the shard, which is an input of
+// the traced graph, so that no id is written into it.
+struct GatherShard : torch::autograd::Function<GatherShard> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& shard, std::int64_t graph_id,
+                            at::IntArrayRef shape, std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
+    context->saved_data["graph_id"] = graph_id;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (isPlain(shard)) {
+      context->saved_data["id"] = idOfShard(shard, graph_id);
+      return gatherShard(shard, graph_id, shape, dtype, keep, guard);
+    }
+    context->save_for_backward({shard});
+    return typedGatherShard().call(shard, graph_id, shape, dtype, keep, guard);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    variable_list none(6);
+    if (!grads[0].defined()) {
+      return none;
+    }
+    check(!at::GradMode::is_enabled(),
+          "a backward with create_graph=True reached a sharded parameter: its gradient is reduced over the ranks and "
+          "cannot be differentiated again");
+    const std::int64_t graph_id = context->saved_data["graph_id"].toInt();
+    const auto id = context->saved_data.find("id");
+    if (id == context->saved_data.end()) {
+      static const auto op =
+          typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
+      op.call(grads[0], context->get_saved_variables()[0], graph_id);
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      reduceGradOfGather(grads[0], graph_id, id->second.toInt());
+    }
+    return none;
+  }
+
+  using Signature = at::Tensor(const at::Tensor&, std::int64_t, at::IntArrayRef, std::optional<at::ScalarType>, bool,
+                               std::int64_t);
+  static const c10::TypedOperatorHandle<Signature>& typedGatherShard() {
+    static const auto op = typedOp<Signature>("dc::gather_shard");
+    return op;
+  }
+};
+
+at::Tensor gatherShardAutograd(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
+                               std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
+  const bool plain = isPlain(shard);
+  if (at::GradMode::is_enabled() && plain) {
+    keepGatheredAsIds();  // also of a frozen one, whose value the gradients of others need
+  }
+  if (shard.requires_grad() && at::GradMode::is_enabled()) {
+    return GatherShard::apply(shard, graph_id, shape, dtype, keep, guard);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return plain ? gatherShard(shard, graph_id, shape, dtype, keep, guard)
+               : GatherShard::typedGatherShard().call(shard, graph_id, shape, dtype, keep, guard);
+}
+
+// Its output is empty and carries no gradient.
+at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op = typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
+  return op.call(grad, shard, graph_id);
+}
+
 // An operator whose output is, or copies, its first argument: the gradient passes unchanged.
 template <typename... Rest>
 struct Identity : torch::autograd::Function<Identity<Rest...>> {
@@ -186,4 +251,6 @@ TORCH_LIBRARY_IMPL(dc, Autograd, m) {
   m.impl("offload_tensor", offloadTensorAutograd);
   m.impl("reload_tensor", reloadTensorAutograd);
   m.impl("reduce_grad", reduceGradAutograd);
+  m.impl("gather_shard", gatherShardAutograd);
+  m.impl("reduce_shard", reduceShardAutograd);
 }

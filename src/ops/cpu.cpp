@@ -27,6 +27,8 @@ TORCH_LIBRARY_IMPL(dc, CPU, m) {
   m.impl("wait_reload", aliasAfter<waitReload, std::int64_t, std::int64_t>);
   m.impl("offload_parameter", offloadParameter);
   m.impl("reload_parameter", reloadParameter);
+  m.impl("gather_shard", gatherShard);
+  m.impl("reduce_shard", reduceShard);
 }
 
 // These may be called without any tensor, which would choose a device's kernel. (Not the catch-all key: tracing runs
@@ -36,4 +38,5 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("prefetch_params_fused", prefetchParamsFused);
   m.impl("free_tensors", freeTensors);
   m.impl("end_backward", endBackward);
+  m.impl("prefetch_shards", prefetchShards);
 }

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/base/text.h"
 #include "deepcompile/ops/end_of_backward.h"
 #include "deepcompile/ops/saved_tensor_hooks.h"
 #include "deepcompile/runtime/gathered.h"
@@ -20,6 +21,7 @@ class Locked {
  public:
   explicit Locked(std::int64_t graph_id)
       : graph_(GraphTable::global().find(graph_id)), lock_(graph_->runtime->context().mutex) {
+    graph_->runtime->context().late_error->raise();
     graph_->runtime->ensureAgreed();
   }
 
@@ -123,6 +125,43 @@ at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::i
     locked.z3("reduce_grad").allowReduction(id);
   }
   return reduceGrad(a, graph_id, id);
+}
+
+std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {
+  return Locked(graph_id).graph().runtime->registry().idOf(shard);
+}
+
+at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
+                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
+  const Locked locked(graph_id);
+  const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
+  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep);
+  const DSParam& param = locked.graph().runtime->registry().getParam(id);
+  check(gathered.sizes() == shape, [&] {
+    return concat("gather_shard: ", param.describe(), " was asked for in shape [", join_as_str(shape, ", "), "]");
+  });
+  Context& context = locked.graph().runtime->context();
+  if (guard == kNoGuard) {
+    allowWriting(gathered);
+  } else {
+    guardWriting(gathered, guard == kForbidWriting ? Writing::Forbidden : Writing::Noticed, param.writeError(),
+                 context.late_error);
+  }
+  context.late_error->raise();
+  return gathered;
+}
+
+void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes) {
+  const Locked locked(graph_id);
+  std::vector<std::int64_t> ids;
+  for (const at::Tensor& shard : shards) {
+    ids.push_back(locked.graph().runtime->registry().idOf(shard));
+  }
+  locked.z3("prefetch_shards").prefetchParamsFused(ids, dtypes);
+}
+
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id) {
+  return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id));
 }
 
 void endBackward(std::int64_t graph_id) {

@@ -29,4 +29,14 @@ void offloadParameter(const at::Tensor& a, std::int64_t graph_id, std::int64_t i
 void reloadParameter(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void endBackward(std::int64_t graph_id);
 
+// The engine's operators, which find the parameter by its shard. The guard against writing to what gather_shard
+// returns: none, an error at once, or an error later if anything was changed.
+constexpr std::int64_t kNoGuard = 0;
+constexpr std::int64_t kForbidWriting = 1;
+std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id);
+at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
+                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard);
+void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes);
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id);
+
 }  // namespace dc::ops

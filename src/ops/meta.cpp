@@ -19,6 +19,15 @@ at::Tensor allgatherParam(const at::Tensor& a, std::int64_t graph_id, std::int64
   return at::empty(param.getShape(), a.options().dtype(dtype.value_or(param.getDtype())).requires_grad(false));
 }
 
+at::Tensor gatherShard(const at::Tensor& shard, std::int64_t, at::IntArrayRef shape,
+                       std::optional<at::ScalarType> dtype, bool, std::int64_t) {
+  return at::empty(shape, shard.options().dtype(dtype.value_or(shard.scalar_type())).requires_grad(false));
+}
+
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor&, std::int64_t) {
+  return at::empty({0}, grad.options().requires_grad(false));
+}
+
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t, std::int64_t) {
   return at::empty({0}, a.options().requires_grad(false));
 }
@@ -32,6 +41,7 @@ at::Tensor sameReleased(const at::Tensor& a, std::int64_t, std::int64_t, std::in
 void nothing(const at::Tensor&, std::int64_t, std::int64_t) {}
 void noPrefetch(std::int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&) {}
 void noFree(at::TensorList) {}
+void noPrefetchOfShards(at::TensorList, std::int64_t, const std::vector<at::ScalarType>&) {}
 void noEnd(std::int64_t) {}
 
 }  // namespace
@@ -53,4 +63,7 @@ TORCH_LIBRARY_IMPL(dc, Meta, m) {
   m.impl("offload_parameter", nothing);
   m.impl("reload_parameter", nothing);
   m.impl("end_backward", noEnd);
+  m.impl("gather_shard", gatherShard);
+  m.impl("prefetch_shards", noPrefetchOfShards);
+  m.impl("reduce_shard", reduceShard);
 }

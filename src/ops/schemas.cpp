@@ -16,6 +16,15 @@ TORCH_LIBRARY(dc, m) {
   m.def("reload_parameter(Tensor a, int graph_id, int id) -> ()");
   m.def("end_backward(int graph_id) -> ()");
 
+  // Internal, of the engine. These find the parameter by its shard instead of an id, so that equal layers share one
+  // compiled graph. The gathered memory belongs to the returned tensor: no release is needed. `keep` leaves a copy for
+  // later gathers; `guard` says what a writer to the tensor meets (kernels.h).
+  m.def(
+      "gather_shard(Tensor shard, int graph_id, int[] shape, ScalarType? dtype=None, bool keep=False, int "
+      "guard=0) -> Tensor");
+  m.def("prefetch_shards(Tensor[] shards, int graph_id, ScalarType[] dtypes) -> ()");
+  m.def("reduce_shard(Tensor grad, Tensor shard, int graph_id) -> Tensor");
+
   // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
   // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.
   m.def("release_param_traced(Tensor(a) a, int graph_id, int id, int n_users) -> Tensor(a)");

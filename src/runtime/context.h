@@ -10,8 +10,10 @@
 
 #include "deepcompile/comm/traffic.h"
 #include "deepcompile/runtime/config.h"
+#include "deepcompile/runtime/late_error.h"
 #include "deepcompile/runtime/stats.h"
 #include "deepcompile/runtime/stream.h"
+#include "deepcompile/runtime/timeline.h"
 
 namespace dc {
 
@@ -26,6 +28,8 @@ class Context {
   const std::string place;                                        // "rank 1 of 3", for messages
   const std::uint64_t generation = next_generation.fetch_add(1);  // unique in the process
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
+  const std::shared_ptr<LateError> late_error = std::make_shared<LateError>();
+  const std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
   Stats stats;
 
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.

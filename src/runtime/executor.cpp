@@ -310,10 +310,19 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   runDetached(
       *rs_stream_, [what] { return what; },
       [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(), tag,
+       timeline = context_->timeline, first = tasks[0].getDSId(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
+        const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
         agreeOnCollective(*comm, signature);
         comm->reduceScatter(parts, op, tag);
+        if (started != 0) {
+          std::int64_t bytes = 0;
+          for (const ReducePart& part : parts) {
+            bytes += static_cast<std::int64_t>(part.send.nbytes());
+          }
+          timeline->add(Timeline::Kind::Reduce, first, bytes, started);
+        }
         for (const Accumulation& a : accumulations) {
           if (a.add) {
             a.buffer.add_(a.received);

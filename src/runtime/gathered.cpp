@@ -3,20 +3,50 @@
 #include <cstring>
 #include <utility>
 
+#include "deepcompile/base/error.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/storage_guard.h"
 
 namespace dc {
 namespace {
 
+std::uint64_t checksum(const Buffer& buffer) {
+  std::uint64_t sum = 0xcbf29ce484222325ULL;
+  const auto* bytes = static_cast<const unsigned char*>(buffer.memory.get());
+  std::int64_t i = 0;
+  for (; i + 8 <= buffer.bytes; i += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes + i, 8);
+    sum = (sum ^ word) * 0x100000001b3ULL;
+    sum ^= sum >> 29;
+  }
+  for (; i < buffer.bytes; ++i) {
+    sum = (sum ^ bytes[i]) * 0x100000001b3ULL;
+  }
+  return sum;
+}
+
 // Lives in the context of the storage's data pointer, with and without memory.
 struct Owner {
   GatherKey key;
   std::shared_ptr<BufferPool> pool;
   std::optional<Buffer> buffer;
+  // What to say to a writer; null: it may write.
+  std::shared_ptr<const std::string> read_only;
+  Writing writing = Writing::Forbidden;
+  std::shared_ptr<LateError> late;
+  std::optional<std::uint64_t> as_it_was;  // checksum from when someone asked for writable memory
+
+  void reportChange() {
+    if (buffer && as_it_was && *as_it_was != checksum(*buffer)) {
+      late->set(*read_only);
+    }
+    as_it_was.reset();
+  }
 
   void giveBack() {
     if (buffer) {
+      reportChange();
       pool->give(*std::exchange(buffer, std::nullopt));
     }
   }
@@ -36,13 +66,33 @@ Owner* ownerOf(const at::Tensor& tensor) {
   return data.get_deleter() == &deleteOwner ? static_cast<Owner*>(data.get_context()) : nullptr;
 }
 
+template <typename Storage>
+concept TellsOfWriters = requires(Storage storage) { storage.clear_materializer(); };
+
+template <typename Storage>
+void setWriteGuard(Storage& storage, bool on) {
+  if constexpr (TellsOfWriters<Storage>) {
+    if (storage.has_materializer()) {
+      storage.clear_materializer();
+    }
+    if (on) {
+      storage.set_materializer([](c10::StorageImpl* written) {
+        const c10::DataPtr& data = written->_mutable_data_ptr_no_checks();
+        auto* owner = static_cast<Owner*>(data.get_context());
+        check(owner->writing != Writing::Forbidden, [&] { return *owner->read_only; });
+        owner->as_it_was = checksum(*owner->buffer);
+      });
+    }
+  }
+}
+
 }  // namespace
 
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
                         at::Device device) {
   void* const memory = buffer.memory.get();
   const std::int64_t bytes = buffer.bytes;
-  auto* owner = new Owner{key, std::move(pool), std::move(buffer)};
+  auto* owner = new Owner{key, std::move(pool), std::move(buffer), nullptr, Writing::Forbidden, nullptr, std::nullopt};
   return tensorOver(c10::DataPtr(memory, owner, &deleteOwner, device), bytes, shape, key.dtype, device);
 }
 
@@ -57,11 +107,33 @@ void setFreeAfter(const at::Tensor& gathered, Event event) {
   }
 }
 
+void guardWriting(const at::Tensor& gathered, Writing writing, std::shared_ptr<const std::string> message,
+                  std::shared_ptr<LateError> late) {
+  Owner* owner = ownerOf(gathered);
+  if (owner == nullptr || !owner->buffer) {
+    return;
+  }
+  owner->reportChange();
+  owner->read_only = std::move(message);
+  owner->writing = writing;
+  owner->late = std::move(late);
+  setWriteGuard(*gathered.storage().unsafeGetStorageImpl(), true);
+}
+
+void allowWriting(const at::Tensor& gathered) {
+  if (Owner* owner = ownerOf(gathered); owner != nullptr && owner->read_only != nullptr) {
+    owner->reportChange();
+    owner->read_only = nullptr;
+    setWriteGuard(*gathered.storage().unsafeGetStorageImpl(), false);
+  }
+}
+
 void releaseStorage(const at::Tensor& gathered, std::string message, bool poison, ReleasedSize size) {
   Owner* owner = ownerOf(gathered);
   if (owner == nullptr || !owner->buffer) {
     return;
   }
+  allowWriting(gathered);
   c10::StorageImpl& storage = *gathered.storage().unsafeGetStorageImpl();
   if (poison && storage.device_type() == at::kCPU) {
     // All bits set is a NaN in every floating-point type.

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "deepcompile/runtime/buffer_pool.h"
+#include "deepcompile/runtime/late_error.h"
 
 namespace dc {
 
@@ -34,6 +35,15 @@ std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);
 
 // The pool may use the memory of `gathered` again once `event` has passed.
 void setFreeAfter(const at::Tensor& gathered, Event event);
+
+// Writing to a gathered parameter is an error, `message`, where PyTorch can tell (from 2.13 on). Code asks for writable
+// memory also where it only reads. Forbidden: asking is the error. Noticed: only a change is, found when the memory
+// goes back or the copy is used again, and raised by whoever looks at `late` next.
+enum class Writing { Forbidden, Noticed };
+void guardWriting(const at::Tensor& gathered, Writing writing, std::shared_ptr<const std::string> message,
+                  std::shared_ptr<LateError> late);
+// No guard any more; what was changed until now is reported.
+void allowWriting(const at::Tensor& gathered);
 
 // What a released storage says of its size. Views can be taken of it only while it keeps the nominal one.
 enum class ReleasedSize { Zero, Nominal };

@@ -36,6 +36,10 @@ void DSParam::setName(std::string name) {
   const std::string quoted = name_.empty() ? "" : " '" + name_ + "'";
   label_ = std::make_shared<const std::string>(
       concat("parameter", quoted, " (id ", id_, ", shape [", join_as_str(shape_, ", "), "], ", dtype_, ")"));
+  write_error_ = std::make_shared<const std::string>(concat(
+      *label_,
+      " is sharded: what a module shows of it is a gathered copy, and changing that in place would be lost. Use 'with "
+      "deepcompile.full_params(module):' to read or change whole parameters"));
 }
 
 void DSParam::notePublished(const at::Tensor& gradient) {

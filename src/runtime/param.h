@@ -58,6 +58,8 @@ class DSParam {
   void setName(std::string name);
   // "parameter 'w' (id 3, shape [4, 5], Float)", for messages.
   const std::string& describe() const { return *label_; }
+  // What a writer to the gathered parameter is told.
+  const std::shared_ptr<const std::string>& writeError() const { return write_error_; }
   // The same, for work that may outlive the parameter.
   const std::shared_ptr<const std::string>& label() const { return label_; }
 
@@ -99,6 +101,7 @@ class DSParam {
   at::ScalarType reduce_dtype_;
   std::string name_;
   std::shared_ptr<const std::string> label_;
+  std::shared_ptr<const std::string> write_error_;
   std::vector<Slice> owners_;
   c10::weak_intrusive_ptr<c10::TensorImpl> published_{c10::intrusive_ptr<c10::TensorImpl>()};
   std::int64_t published_version_ = 0;

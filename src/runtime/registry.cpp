@@ -13,11 +13,28 @@ void DSParamRegistry::registerParam(std::int64_t ds_id, const std::vector<std::i
   if (grad_buffer.defined()) {
     grad_buffer.zero_();
   }
+  if (ds_tensor.numel() > 0) {
+    ids_by_place_.emplace(placeOf(ds_tensor), ds_id);
+  }
   entries_.emplace(ds_id, Entry{DSParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned,
                                         offset, persistent),
                                 {},
                                 0});
   ids_.push_back(ds_id);
+}
+
+DSParamRegistry::Place DSParamRegistry::placeOf(const at::Tensor& shard) {
+  return {shard.storage().unsafeGetStorageImpl(), shard.storage_offset()};
+}
+
+std::int64_t DSParamRegistry::idOf(const at::Tensor& shard) const {
+  const auto found = ids_by_place_.find(placeOf(shard));
+  check(found != ids_by_place_.end(), [&] {
+    return concat("a tensor of ", shard.numel(), " elements of dtype ", shard.scalar_type(),
+                  " stands where the shard of a parameter was registered, but is not that shard. Was the sharded model "
+                  "copied (deepcopy), moved or cast? Do that before it is sharded");
+  });
+  return found->second;
 }
 
 const DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) const {

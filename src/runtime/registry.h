@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +32,8 @@ class DSParamRegistry {
   bool hasParam(std::int64_t ds_id) const { return entries_.find(ds_id) != entries_.end(); }
   const DSParam& getParam(std::int64_t ds_id) const { return entry(ds_id).param; }
   DSParam& getParam(std::int64_t ds_id) { return entry(ds_id).param; }
+  // The parameter whose shard lies where `shard` does; an error when there is none. Empty shards cannot be told apart.
+  std::int64_t idOf(const at::Tensor& shard) const;
   // In order of registration.
   const std::vector<std::int64_t>& getIds() const { return ids_; }
   void setPersistent(std::int64_t ds_id, bool persistent) { entry(ds_id).param.setPersistent(persistent); }
@@ -69,7 +73,11 @@ class DSParamRegistry {
   const Entry& entry(std::int64_t ds_id) const;
   Entry& entry(std::int64_t ds_id);
 
+  using Place = std::pair<const void*, std::int64_t>;  // storage and offset
+  static Place placeOf(const at::Tensor& shard);
+
   std::unordered_map<std::int64_t, Entry> entries_;
+  std::map<Place, std::int64_t> ids_by_place_;
   std::vector<std::int64_t> ids_;
   std::unordered_map<std::int64_t, bool> accumulated_;
   bool update_followed_ = true;

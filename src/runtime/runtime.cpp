@@ -183,13 +183,16 @@ void Runtime::registerGraphZ2(std::int64_t graph_id, const std::vector<std::int6
                                                           context_->config.pre_div_reduce, context_));
 }
 
-void Runtime::registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids) {
+void Runtime::registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool reduce_at_update) {
   const std::lock_guard lock(context_->mutex);
   checkGraphIds(graph_id, ds_ids, /*partitioned=*/true);
-  addGraph(graph_id, std::make_shared<Z3CustomOpExecutor>(graph_id, process_group_, registry_, reduce_buckets_, ds_ids,
-                                                          channels_.reduce, reduce_stream_, copy_stream_,
-                                                          GatherResources{channels_.gather, gather_stream_, pool_},
-                                                          context_->config.pre_div_reduce, context_));
+  auto executor = std::make_shared<Z3CustomOpExecutor>(
+      graph_id, process_group_, registry_, reduce_buckets_, ds_ids, channels_.reduce, reduce_stream_, copy_stream_,
+      GatherResources{channels_.gather, gather_stream_, pool_}, context_->config.pre_div_reduce, context_);
+  if (reduce_at_update) {
+    executor->reduceAtUpdate();
+  }
+  addGraph(graph_id, std::move(executor));
 }
 
 void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {

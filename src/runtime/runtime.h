@@ -50,7 +50,8 @@ class Runtime {
                        at::Tensor grad_buffer, bool persistent, const ParamOptions& options = {});
   void registerGraphZ1(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
   void registerGraphZ2(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
-  void registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids);
+  // With `reduce_at_update` gradients travel only in the backward before an update.
+  void registerGraphZ3(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool reduce_at_update = false);
   // An executor of the caller's own.
   void registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
 

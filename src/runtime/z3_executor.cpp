@@ -115,13 +115,22 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                   graph, ") on ", context->place);
   };
   runDetached(*gather_.stream, std::move(what),
-              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature)] {
+              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
+               timeline = context_->timeline, first = wanted[0].id] {
+                const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
                 std::vector<GatherPart> cast;  // before it travels, so that fewer bytes do
                 for (const GatherPart& part : parts) {
                   cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
                 }
                 agreeOnCollective(*comm, signature);
                 comm->allGather(cast);
+                if (started != 0) {
+                  std::int64_t bytes = 0;
+                  for (const GatherPart& part : parts) {
+                    bytes += static_cast<std::int64_t>(part.full.nbytes());
+                  }
+                  timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                }
               });
   Event ready = gather_.stream->record();
   for (const Launched& one : launched) {
@@ -286,6 +295,47 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   param_registry_->unregisterGatheredParam(ds_id);
 }
 
+at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
+  keep = keep || param.isPersistent();
+  if (hasCurrentCopy(wanted)) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted});
+  }
+  GatheredParam& copy = *param_registry_->findGathered(ds_id, wanted.dtype);
+  if (!copy.waited) {
+    context_->await(copy.ready);
+    copy.ready = Event();
+    copy.waited = true;
+  }
+  at::Tensor tensor = aliasOf(copy.tensor);
+  if (!keep) {
+    letGo(wanted);
+  }
+  if (entered != 0) {
+    context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
+  }
+  return tensor;
+}
+
+void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
+  int& holders = param_registry_->holders(wanted.id);
+  if (held_.erase(wanted.id) > 0) {
+    --holders;
+  }
+  if (holders > 0) {
+    return;  // another graph means to read it
+  }
+  auto& copies = param_registry_->gatheredCopies(wanted.id);
+  copies.erase(std::remove_if(copies.begin(), copies.end(),
+                              [&](const GatheredParam& copy) { return copy.tensor.scalar_type() == wanted.dtype; }),
+               copies.end());
+}
+
 at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(key.generation == context_->generation, [&] {
@@ -323,7 +373,11 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
     });
     --pending;
   }
+  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
   at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  if (entered != 0) {
+    context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
+  }
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
@@ -348,7 +402,7 @@ void Z3CustomOpExecutor::endBackward() {
   for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
     drop(id, ReleasedSize::Zero);
   }
-  if (!context_->profiling) {
+  if (!context_->profiling && communicates()) {
     publishGradients();
   }
   reduced_.clear();

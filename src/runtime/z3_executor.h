@@ -10,6 +10,7 @@
 #include "deepcompile/runtime/buffer_pool.h"
 #include "deepcompile/runtime/executor.h"
 #include "deepcompile/runtime/gathered.h"
+#include "deepcompile/runtime/local_gradients.h"
 #include "deepcompile/runtime/tensor_offload.h"
 
 namespace dc {
@@ -30,7 +31,10 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
                      std::shared_ptr<Stream> copy_stream, GatherResources gather, bool pre_div_reduce,
                      std::shared_ptr<Context> context = nullptr);
 
-  const char* stageName() const override { return "ZeRO-3"; }
+  const char* stageName() const override { return reduce_at_update_ ? "ZeRO-3 that reduces before updates" : "ZeRO-3"; }
+  // From now on gradients add up on each rank and travel only in the backward before an update. With parameters that
+  // stay gathered this is ZeRO-1.
+  void reduceAtUpdate() { reduce_at_update_ = true; }
   void startForward() override;
   void startBackward(bool update) override;
   void endBackward() override;
@@ -48,6 +52,11 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // still holds it.
   void releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
+  // The gathered parameter, readable at once. The memory belongs to the returned tensor and its views and goes back to
+  // the pool with the last of them; with `keep`, or for a persistent parameter, a copy also stays for later gathers
+  // until the shard changes. A copy that a prefetch has started is waited for and handed over.
+  at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep);
+
   // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a
   // copy is there already, until that is released. An error when the shard has changed since `key` was made.
   at::Tensor gatherAgain(const GatherKey& key);
@@ -60,6 +69,9 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
 
  protected:
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
+  bool communicates() const override { return !reduce_at_update_ || param_updated_; }
+  void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
+  at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
 
  private:
   struct Wanted {
@@ -86,10 +98,14 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void drop(std::int64_t ds_id, ReleasedSize size);
   void freeCopies(std::int64_t ds_id, ReleasedSize size);
   void publishGradients();
+  // Stops keeping the copy; its memory lives on in the tensors that were handed out.
+  void letGo(const Wanted& wanted);
   at::Tensor handOut(const GatheredParam& copy) const;
 
   const std::int64_t graph_id_;
   const GatherResources gather_;
+  bool reduce_at_update_ = false;
+  LocalGradients local_;
   std::unordered_map<std::int64_t, Uses> uses_;     // of parameters partly released in this pass
   std::unordered_set<std::int64_t> held_;           // gathered for this graph and not released by it
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet

@@ -1,4 +1,4 @@
-#include "deepcompile/runtime/z1_executor.h"
+#include "deepcompile/runtime/local_gradients.h"
 
 #include <utility>
 
@@ -6,7 +6,7 @@
 
 namespace dc {
 
-void Z1CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor& grad) {
+void LocalGradients::add(const DSParam& param, const at::Tensor& grad) {
   Local& local = local_[param.getId()];
   if (!local.sum.defined()) {
     local.sum = at::empty({param.numel()}, grad.options().dtype(param.getAccumulationDtype()).requires_grad(false));
@@ -20,13 +20,13 @@ void Z1CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tenso
   local.holds = true;
 }
 
-at::Tensor Z1CustomOpExecutor::withLocal(const DSParam& param, at::Tensor grad) {
+at::Tensor LocalGradients::take(const DSParam& param, at::Tensor grad) {
   const auto found = local_.find(param.getId());
   if (found == local_.end() || !found->second.holds) {
     return grad;
   }
   if (grad.defined()) {
-    accumulateLocally(param, grad);
+    add(param, grad);
   }
   found->second.holds = false;
   return found->second.sum;

@@ -1,0 +1,265 @@
+"""Trains a small Llama, written here, under any ZeRO stage; beside it the same model in one process, unsharded.
+
+    python examples/llama.py [--ranks 2] [--stage 3] [--steps 30] [--layers 4] [--eager] [--bf16]
+    torchrun --nproc-per-node 4 examples/llama.py --stage 2
+
+Without torchrun it starts the ranks itself. The data are made up: sequences in which each token follows from the two before
+it, so that there is something to learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+import deepcompile
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(size, size, bias=False)
+        self.k = nn.Linear(size, size, bias=False)
+        self.v = nn.Linear(size, size, bias=False)
+        self.out = nn.Linear(size, size, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, size = x.shape
+        q, k, v = (linear(x).view(batch, length, self.heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, size))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.feed_forward_norm = RMSNorm(size), RMSNorm(size)
+        self.attention = Attention(size, heads)
+        self.gate = nn.Linear(size, hidden, bias=False)
+        self.up = nn.Linear(size, hidden, bias=False)
+        self.down = nn.Linear(hidden, size, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y = self.feed_forward_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Returns the loss of predicting each token from those before it."""
+
+    def __init__(
+        self, layers: int = 4, size: int = 256, heads: int = 4, vocabulary: int = 1024, length: int = 128
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, size)
+        self.blocks = nn.ModuleList([Block(size, heads, 8 * size // 3 // 32 * 32) for _ in range(layers)])
+        self.norm = RMSNorm(size)
+        self.head = nn.Linear(size, vocabulary, bias=False)
+        half = size // heads // 2
+        angle = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        length = inputs.shape[1]
+        x = self.embed(inputs)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_batch(options: argparse.Namespace, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, 64, (options.batch, options.length + 1), generator=generator)
+    for position in range(2, options.length + 1):
+        tokens[:, position] = (tokens[:, position - 1] * 3 + tokens[:, position - 2] * 5 + 1) % 64
+    return tokens
+
+
+def make_model(options: argparse.Namespace) -> Llama:
+    torch.manual_seed(0)
+    return Llama(options.layers, options.size, length=options.length)
+
+
+def train_sharded(options: argparse.Namespace, rank: int, world: int, report: Any) -> None:
+    model = make_model(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "zero_optimization": {"stage": options.stage},
+        "compile": {"enabled": not options.eager},
+        "bf16": {"enabled": options.bf16},
+        "gradient_clipping": 1.0,
+    }
+    engine = deepcompile.initialize(model, optimizer, config)
+    for step in range(options.steps):
+        started = time.perf_counter()
+        loss = engine(make_batch(options, rank, step))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        report(("step", step, mean.item() / world, time.perf_counter() - started))
+    report(("explain", engine.explain().rows))
+    engine.close()
+
+
+def train_alone(options: argparse.Namespace, world: int) -> list[float]:
+    """The ranks' batches as one, in one process, without deepcompile."""
+    model = make_model(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(options.steps):
+        loss = torch.stack([model(make_batch(options, rank, step)) for rank in range(world)]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def rank_main(rank: int, options: argparse.Namespace, folder: str, queue: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", options.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    train_sharded(options, rank, options.ranks, queue.put if rank == 0 else lambda message: None)
+    dist.destroy_process_group()
+
+
+def show(console: Console, options: argparse.Namespace, messages: Any, alive: Any) -> None:
+    console.print(
+        f"Llama of {options.layers} layers, {sum(p.numel() for p in make_model(options).parameters()):,} parameters, "
+        f"ZeRO-{options.stage} on {options.ranks} processes, {'eager' if options.eager else 'compiled'}; "
+        "the first steps compile and measure"
+    )
+    expected = train_alone(options, options.ranks)
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    losses: list[tuple[int, float, float]] = []
+    rows: list[tuple[str, str]] = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=options.steps)
+        while not rows and alive():
+            message = messages()
+            if message is None:
+                continue
+            if message[0] == "explain":
+                rows = message[1]
+                continue
+            _, step, loss, seconds = message
+            losses.append((step, loss, seconds))
+            text = f"loss {loss:.4f}, one process {expected[step]:.4f}, {seconds * 1e3:.0f} ms"
+            progress.update(task, advance=1, description=text)
+    table = Table(title="sharded and in one process")
+    for column in ("step", "loss, sharded", "loss, one process", "difference", "step takes"):
+        table.add_column(column, justify="right")
+    for step, loss, seconds in losses:
+        if step % max(1, options.steps // 8) == 0 or step == options.steps - 1:
+            difference = f"{abs(loss - expected[step]) / expected[step]:.1e}"
+            table.add_row(str(step), f"{loss:.5f}", f"{expected[step]:.5f}", difference, f"{seconds * 1e3:.0f} ms")
+    console.print(table)
+    words = Table(title="engine.explain()", show_header=False)
+    for name, value in rows:
+        words.add_row(name, value)
+    console.print(words)
+    if not rows:
+        raise SystemExit("a rank died; its error is above")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
+    options = parser.parse_args()
+
+    if "RANK" in os.environ:  # under torchrun
+        dist.init_process_group("gloo")
+        rank, options.ranks = dist.get_rank(), dist.get_world_size()
+
+        def tell(message: tuple[Any, ...]) -> None:
+            if rank == 0 and message[0] == "step":
+                print(f"step {message[1]:3d}  loss {message[2]:.5f}  {message[3] * 1e3:.0f} ms", flush=True)
+            elif rank == 0:
+                print("\n".join(f"{name:<24} {value}" for name, value in message[1]))
+
+        train_sharded(options, rank, options.ranks, tell)
+        dist.destroy_process_group()
+        return
+
+    import queue as standard_queue
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        ranks = [context.Process(target=rank_main, args=(r, options, folder, queue)) for r in range(options.ranks)]
+        for process in ranks:
+            process.start()
+
+        def next_message() -> Any:
+            try:
+                return queue.get(timeout=1.0)
+            except standard_queue.Empty:
+                return None
+
+        def alive() -> bool:
+            return all(process.exitcode in (None, 0) for process in ranks)
+
+        try:
+            show(Console(), options, next_message, alive)
+        finally:
+            for process in ranks:
+                process.join(timeout=30)
+                if process.is_alive():
+                    process.kill()
+
+
+if __name__ == "__main__":
+    main()

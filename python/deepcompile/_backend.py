@@ -1,0 +1,213 @@
+"""The torch.compile backend "deepcompile". With ``_compile.py`` the only place that touches private parts of the compiler.
+
+AOTAutograd's joint graph is partitioned so that gathered parameters, and all that is computed only from them, are gathered
+again in the backward and never saved. Both halves are planned as one step; each is rewritten as planned just before Inductor
+(or nothing, for ``aot_eager``) compiles it, and can be compiled again with another plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile._after_import import after_import
+from deepcompile.segments import has_gathers, mark_params, only_from_gathers
+from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, apply_plan
+
+_log = logging.getLogger("deepcompile")
+
+Compile = Callable[..., Any]
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
+    unit = _Unit(module, example_inputs)
+    kind = unit.backend
+    return unit.compile_with_inductor() if kind == "inductor" else unit.compile_for_eager()
+
+
+def _register(registry: ModuleType) -> None:
+    registry.register_backend(compiler_fn=backend, name="deepcompile")
+
+
+after_import("torch._dynamo.backends.registry", _register)
+
+
+class _Compiled:
+    """One compiled phase that can be replaced while its callers hold it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._boxed_call = True  # takes one list, which it may empty
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.function(args)
+
+
+class _Unit:
+    """One graph that Dynamo traced."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        from deepcompile.sharding import open_shardings
+
+        self._module, self._inputs = module, example_inputs
+        self._names: dict[int, str] = {}  # parameters by the position of their input
+        self._sharding = None
+        for sharding in open_shardings():
+            members = sharding.by_parameter()
+            for index, value in enumerate(example_inputs):
+                if isinstance(value, torch.nn.Parameter) and value in members:
+                    self._names[index] = members[value].name
+                    self._sharding = sharding
+        self._step: Any = None
+
+    @property
+    def backend(self) -> str:
+        return "inductor" if self._sharding is None else self._sharding.config.compile.backend
+
+    # -- the three ways in -------------------------------------------------------------------------------------------
+
+    def compile_with_inductor(self) -> Any:
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        if self._sharding is None:
+            return compile_fx(self._module, list(self._inputs))
+        # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(
+                self._module,
+                list(self._inputs),
+                inner_compile=self._compiles(compile_fx_inner),
+                config_patches={"custom_partitioner_fn": _partitioner(self)},
+            )
+
+    def compile_for_eager(self) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        def compiler(is_backward: bool, is_inference: bool) -> Compile:
+            def compile_one(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                inner = self._compiles(lambda graph, example, **kwargs: make_boxed_func(graph.forward))
+                return inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+            return compile_one
+
+        from torch._functorch import config as functorch_config
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            return aot_autograd(
+                fw_compiler=compiler(False, False),
+                bw_compiler=compiler(True, False),
+                inference_compiler=compiler(False, True),
+                partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
+            )(self._module, self._inputs)
+
+    # -- what they share ---------------------------------------------------------------------------------------------
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        for node in only_from_gathers(joint.graph):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        kwargs.setdefault("compiler", "inductor")
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        self._name_params((forward, backward))
+        self._step = self._planner.plan_step(forward, backward)
+        return forward, backward
+
+    @property
+    def _planner(self) -> Any:
+        assert self._sharding is not None
+        return self._sharding.planner
+
+    def _name_params(self, graphs: Sequence[fx.GraphModule]) -> None:
+        """AOTAutograd calls the inputs primals_1, primals_2, ... in a training graph and arg0_1, arg1_1, ... otherwise."""
+        names = {f"primals_{index + 1}": name for index, name in self._names.items()}
+        names |= {f"arg{index}_1": name for index, name in self._names.items()}
+        mark_params(graphs, names)
+
+    def _compiles(self, inner: Compile) -> Compile:
+        def compile_one(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if not has_gathers(module):
+                return inner(module, example_inputs, **kwargs)
+            phase = BACKWARD if kwargs.get("is_backward") else FORWARD
+            if self._step is None or kwargs.get("is_inference"):
+                self._name_params((module,))
+                step = self._planner.plan_step(module, None)
+            else:
+                step = self._step
+            context = _surroundings()
+            pristine = _copy(module)
+
+            def with_plan(graph_plan: GraphPlan | None) -> Any:
+                graph = _copy(pristine)
+                if graph_plan is not None and not apply_plan(graph, graph_plan):
+                    _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
+                return inner(graph, example_inputs, **kwargs)
+
+            compiled = _Compiled(with_plan(step.plan.graphs[phase] if step.plan else None))
+
+            def recompile(graph_plan: GraphPlan) -> None:
+                with context():
+                    compiled.function = with_plan(graph_plan)
+
+            step.recompile[phase] = recompile
+            return compiled
+
+        return compile_one
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Another graph over the same attributes."""
+    other = fx.GraphModule(module, copy.deepcopy(module.graph))
+    other.meta = dict(module.meta)
+    return other
+
+
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What Inductor finds around it while it compiles, to be put there again for a later compilation."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.virtualized import V
+
+    tracing_context = TracingContext.try_get()
+    fake_mode = V.fake_mode
+
+    @contextlib.contextmanager
+    def again() -> Any:
+        with tracing(tracing_context), V.set_fake_mode(fake_mode), torch.no_grad():
+            yield
+
+    return again
+
+
+def _partitioner(unit: _Unit) -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return unit.partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "deepcompile"  # what it decides is in the graph's text
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)  # for the key of Inductor's cache
+
+    return Partitioner()
+
+
+__all__ = ["backend"]

@@ -1,0 +1,137 @@
+"""PyTorch's functions over all gradients of a model, made right for shards.
+
+``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``torch.amp.GradScaler`` would each see this rank's part only.
+They give the global result once a model is sharded; on other tensors they do what they did. Optimizers that look at a
+parameter as a whole are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.utils.clip_grad as clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from deepcompile.sharding import Sharding
+
+#: They compute norms or factors over a whole parameter, or take part in a line search.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+_installed = False
+
+
+def install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _wrap_total_norm()
+    _wrap_grad_scaler()
+    register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
+
+
+def _shardings() -> list[Sharding]:
+    from deepcompile.sharding import open_shardings
+
+    return sorted(open_shardings(), key=lambda sharding: sharding.graph_id)
+
+
+def total_norm_over_shards(
+    gradients: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, replicated: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The norm over the shards of all ranks. ``replicated``: the norm of gradients that every rank holds alike."""
+    device = gradients[0].device if gradients else torch.device("cpu")
+    local = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        local = torch.linalg.vector_norm(
+            torch.stack([norm.double() for norm in torch._foreach_norm(gradients, norm_type)]), norm_type
+        )
+    if norm_type == float("inf"):
+        dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
+        return local if replicated is None else torch.maximum(local, replicated.double())
+    power = local**norm_type
+    dist.all_reduce(power, group=group)
+    if replicated is not None:
+        power = power + replicated.double() ** norm_type
+    return power ** (1 / norm_type)
+
+
+def _wrap_total_norm() -> None:
+    public = clip_grad._get_total_norm  # a wrapper that switches gradients off and calls what its cell holds
+    cell = next((c for c in public.__closure__ or () if callable(c.cell_contents)), None)
+    inner: Callable[..., torch.Tensor] = public if cell is None else cell.cell_contents
+
+    @functools.wraps(inner)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        for sharding in _shardings():
+            addresses = {s.param.grad.data_ptr() for s in sharding.params if s.param.grad is not None}
+            sharded = [tensor for tensor in given if tensor.data_ptr() in addresses]
+            if not sharded:
+                continue
+            addresses_given = {tensor.data_ptr() for tensor in sharded}
+            rest = [tensor for tensor in given if tensor.data_ptr() not in addresses_given]
+            replicated = inner(rest, norm_type, False, foreach) if rest else None
+            with torch.no_grad():
+                total = total_norm_over_shards(sharded, float(norm_type), sharding.group, replicated)
+            if error_if_nonfinite and not torch.isfinite(total):
+                raise RuntimeError(
+                    f"the total norm of order {norm_type} over the gradients of all ranks is {total.item()}; set "
+                    "error_if_nonfinite=False to clip by it anyway"
+                )
+            return total.to(sharded[0].dtype)
+        return inner(given, norm_type, error_if_nonfinite, foreach)
+
+    if cell is not None:
+        cell.cell_contents = get_total_norm  # also for those who imported it before
+    else:
+        clip_grad._get_total_norm = get_total_norm  # where clip_grad_norm_ looks it up
+        vars(torch.nn.utils)["get_total_norm"] = get_total_norm
+
+
+def _wrap_grad_scaler() -> None:
+    inner = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(inner)
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
+        found: dict[Any, torch.Tensor] = inner(self, optimizer, *args, **kwargs)
+        for sharding in _shardings():
+            members = sharding.by_parameter()
+            if any(param in members for group in optimizer.param_groups for param in group["params"]):
+                device = torch.device("cpu")
+                total = found.setdefault(device, torch.zeros((), dtype=torch.float32))
+                for other in found.values():
+                    total.copy_(torch.maximum(total, other.to(device)))
+                dist.all_reduce(total, dist.ReduceOp.MAX, group=sharding.group)  # all ranks skip, or none
+        return found
+
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+
+
+def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE), None)
+    if kind is not None and type(optimizer).__module__.startswith("torch."):
+        raise RuntimeError(
+            f"torch.optim.{kind} treats a parameter as a whole, and this rank holds only a part of each: use an optimizer "
+            "that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)"
+        )
+
+
+def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        members = {param for sharding in _shardings() for param in sharding.by_parameter()}
+        if any(param in members for group in optimizer.param_groups for param in group["params"]):
+            refuse_whole_parameter_optimizer(optimizer)
+
+
+__all__ = ["install", "refuse_whole_parameter_optimizer", "total_norm_over_shards"]

@@ -1,0 +1,167 @@
+"""Classes of modules whose parameters are sharded: the original class, with properties that gather.
+
+A class is made once for equal modules (same class, names, shapes and dtypes), so that torch.compile, which guards on the
+class, shares compiled code between equal layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from deepcompile.sharding import ShardedParam, Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """How one attribute is read; equal for equal layers."""
+
+    attribute: str
+    graph_id: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    keep: bool
+
+
+_classes: dict[tuple[type[nn.Module], tuple[_Read, ...]], type[nn.Module]] = {}
+
+
+#: What a writer to a gathered parameter meets (src/ops/kernels.h). Compiled code asks for writable memory also where it only
+#: reads; so do some operators that run inside a module's forward: there only a change is an error, found a little later.
+_NO_GUARD, _FORBID_WRITING, _NOTICE_WRITING = 0, 1, 2
+
+
+def _guard() -> int:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _CALL_OF_MODULES:
+            return _NOTICE_WRITING
+        frame = frame.f_back  # type: ignore[assignment]
+    return _FORBID_WRITING
+
+
+_CALL_OF_MODULES = nn.Module._call_impl.__code__
+
+
+def _property(read: _Read) -> property:
+    attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
+    dtype, keep = read.dtype, read.keep
+
+    def gather(module: nn.Module) -> torch.Tensor:
+        shard = module._parameters[attribute]
+        guard = _NO_GUARD if torch.compiler.is_compiling() else _guard()
+        gathered: torch.Tensor = torch.ops.dc.gather_shard(shard, graph_id, shape, dtype, keep, guard)
+        return gathered
+
+    return property(gather)
+
+
+def _some_getter() -> Callable[..., Any]:
+    getter = _property(_Read("weight", 0, (), torch.float32, False)).fget
+    assert getter is not None
+    return getter
+
+
+#: What runs when eager code reads a parameter; all getters are of one code.
+EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard)
+
+
+def _no_copy(module: nn.Module, memo: Any) -> NoReturn:
+    raise RuntimeError(
+        f"a sharded {type(module).__name__} cannot be copied: copy the model before it is sharded, or load "
+        "deepcompile.full_state_dict(model) into a fresh one"
+    )
+
+
+def _no_pickle(module: nn.Module, protocol: Any) -> NoReturn:
+    raise RuntimeError(
+        f"a sharded {type(module).__name__} cannot be pickled: save deepcompile.full_state_dict(model), or use "
+        "engine.save_checkpoint"
+    )
+
+
+def _flat_weights(module: Any) -> list[torch.Tensor]:
+    """Recurrent modules keep a list of their parameters beside them."""
+    return [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _class_of(original: type[nn.Module], reads: tuple[_Read, ...]) -> type[nn.Module]:
+    key = (original, reads)
+    if key not in _classes:
+        namespace: dict[str, Any] = {read.attribute: _property(read) for read in reads}
+        namespace |= {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__deepcopy__": _no_copy,
+            "__reduce_ex__": _no_pickle,
+            "_deepcompile_original": original,
+        }
+        if issubclass(original, nn.RNNBase):
+            namespace["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+        _classes[key] = type(original.__name__, (original,), namespace)
+    return _classes[key]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "_deepcompile_original", type(module))
+
+
+def install(sharding: Sharding) -> None:
+    """Gives the modules their new classes."""
+    reads: dict[nn.Module, list[tuple[ShardedParam, _Read]]] = {}
+    for sharded in sharding.params:
+        keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
+        for module, attribute in sharded.places:
+            read = _Read(attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep)
+            reads.setdefault(module, []).append((sharded, read))
+    for module, entries in reads.items():
+        module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
+        module.__class__ = _class_of(type(module), tuple(read for _, read in entries))
+    _install_leaf_hooks(sharding)
+
+
+class _Slicer:
+    """Lets ``load_state_dict`` take whole parameters as well as shards."""
+
+    def __init__(self, sharding: Sharding, params: dict[str, ShardedParam]) -> None:
+        self._sharding = sharding
+        self._params = params
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for attribute, sharded in self._params.items():
+            value = state_dict.get(prefix + attribute)
+            if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:
+                state_dict[prefix + attribute] = self._sharding.slice_of(sharded, value.detach())
+
+    def __deepcopy__(self, memo: Any) -> _Slicer:
+        return self
+
+
+def _install_leaf_hooks(sharding: Sharding) -> None:
+    """A leaf module gathers all its parameters at entry, in one collective, on every rank alike."""
+    wanted = set(sharding.config.zero_optimization.leaf_modules)
+    if not wanted:
+        return
+    by_parameter = sharding.by_parameter()
+    for path, module in sharding.model.named_modules():
+        if not {path, original_class(module).__name__} & wanted:
+            continue
+        members = sorted({by_parameter[p].id for p in module.parameters() if p in by_parameter})
+        shards = [sharding.params[index].param for index in members]
+        dtypes = [sharding.params[index].read_dtype for index in members]
+
+        def gather_all(
+            module: nn.Module, args: Any, shards: Any = shards, dtypes: Any = dtypes, graph: int = sharding.graph_id
+        ) -> None:
+            torch.ops.dc.prefetch_shards(shards, graph, dtypes)
+
+        module.register_forward_pre_hook(gather_all)
+
+
+__all__ = ["install", "original_class"]

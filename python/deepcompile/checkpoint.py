@@ -1,0 +1,277 @@
+"""Checkpoints of an engine on torch.distributed.checkpoint: sharded, atomic, for any world size and stage.
+
+A folder holds one folder per checkpoint and the file ``latest``, which names the one to load. A checkpoint is written beside
+the others under another name and renamed when it is complete; only then does ``latest`` point to it. So whenever a job is
+killed, ``latest`` names a complete checkpoint.
+
+Each parameter, and each state of the optimizer that is as large, is saved as the flat tensor that the ranks' shards make
+together, without padding: any number of ranks can load it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pathlib
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from deepcompile.safetensors import save_safetensors
+
+if TYPE_CHECKING:
+    from deepcompile.engine import Engine
+    from deepcompile.sharding import ShardedParam, Sharding
+
+_FORMAT = 1
+_LATEST = "latest"
+_FACTS = "facts.pt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is not there, is damaged, or belongs to another model."""
+
+
+class _Flat:
+    """Shards as distributed tensors over the group."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._rank, self._world = sharding.rank, sharding.world
+        self._mesh = DeviceMesh.from_group(sharding.group, "cpu")
+
+    def of(self, sharded: ShardedParam, shard: torch.Tensor) -> DTensor:
+        """The shard's elements without padding, in place."""
+        size = shard.numel()
+        valid = max(0, min(size, sharded.numel - self._rank * size))
+        return DTensor.from_local(
+            shard.detach()[:valid],
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([sharded.numel]),
+            stride=(1,),
+        )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.distributed.checkpoint, about what it is about to deprecate
+        yield
+
+
+def save_checkpoint(engine: Engine, folder: str | os.PathLike[str], client_state: Any, keep: int | None) -> str:
+    if engine.gradients_pending:
+        raise RuntimeError("save_checkpoint between backwards of one accumulation: save after the step that ends it")
+    sharding = engine.sharding
+    root = pathlib.Path(folder)
+    name = _agree_on_name(sharding, root, engine.steps)
+    unfinished = root / f".unfinished-{name}"
+    flat = _Flat(sharding)
+    tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
+    tensors |= {f"buffer/{n}": value for n, value in engine.module.named_buffers()}
+    states: dict[str, dict[str, Any]] = {}
+    for sharded in sharding.params:
+        for slot, value in _optimizer_state(engine, sharded).items():
+            if isinstance(value, torch.Tensor) and value.shape == sharded.param.shape:
+                tensors[f"optimizer/{sharded.name}/{slot}"] = flat.of(sharded, value)
+            else:
+                states.setdefault(sharded.name, {})[slot] = value
+    with _quietly():
+        save(tensors, checkpoint_id=unfinished, process_group=sharding.group)
+    torch.save(torch.get_rng_state(), unfinished / f"random-{sharding.rank}.pt")
+    if sharding.rank == 0:
+        facts = {
+            "format": _FORMAT,
+            "world": sharding.world,
+            "params": {s.name: (tuple(s.full_shape), s.original_dtype) for s in sharding.params},
+            "ties": {n: s.name for s in sharding.params for n in _names(engine, s)},
+            "optimizer": {"states": states, "groups": _groups(engine)},
+            "engine": engine.progress(),
+            "client": client_state,
+        }
+        torch.save(facts, unfinished / _FACTS)
+    dist.barrier(group=sharding.group)  # every rank's files are there
+    if sharding.rank == 0:
+        _sync(unfinished)
+        os.rename(unfinished, root / name)
+        _point_to(root, name)
+        _remove_old(root, name, keep)
+    dist.barrier(group=sharding.group)
+    return str(root / name)
+
+
+def _agree_on_name(sharding: Sharding, root: pathlib.Path, steps: int) -> str:
+    """A name that no checkpoint has. Rank 0 clears away what a killed job has left."""
+    name = [""]
+    if sharding.rank == 0:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(".unfinished-*"):
+            shutil.rmtree(left)
+        taken = {path.name for path in root.iterdir()}
+        candidates = itertools.chain([f"step-{steps}"], (f"step-{steps}-{n}" for n in itertools.count(2)))
+        name = [next(candidate for candidate in candidates if candidate not in taken)]
+    dist.broadcast_object_list(name, dist.get_global_rank(sharding.group, 0), group=sharding.group)
+    return name[0]
+
+
+def _names(engine: Engine, sharded: ShardedParam) -> list[str]:
+    return [n for n, p in engine.module.named_parameters(remove_duplicate=False) if p is sharded.param]
+
+
+def _optimizer_state(engine: Engine, sharded: ShardedParam) -> dict[str, Any]:
+    return engine.optimizer.state.get(sharded.param, {}) if engine.optimizer is not None else {}
+
+
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    """The settings of each group, with its parameters by name."""
+    if engine.optimizer is None:
+        return []
+    names = {s.param: s.name for s in engine.sharding.params}
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names.get(p, "") for p in group["params"]]}
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def _sync(folder: pathlib.Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _point_to(root: pathlib.Path, name: str) -> None:
+    unfinished = root / f".{_LATEST}"
+    unfinished.write_text(name)
+    _sync(root)
+    os.replace(unfinished, root / _LATEST)
+
+
+def _remove_old(root: pathlib.Path, name: str, keep: int | None) -> None:
+    if keep is None:
+        return
+    others = sorted((p for p in root.glob("step-*") if p.name != name), key=lambda path: path.stat().st_mtime_ns)
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        shutil.rmtree(path)
+
+
+def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> pathlib.Path:
+    root = pathlib.Path(folder)
+    if name is None:
+        if not (root / _LATEST).is_file():
+            raise CheckpointError(f"{root} holds no checkpoint: there is no file '{_LATEST}' in it")
+        name = (root / _LATEST).read_text().strip()
+    if not (root / name / _FACTS).is_file():
+        there = ", ".join(sorted(path.parent.name for path in root.glob(f"*/{_FACTS}"))) or "none"
+        raise CheckpointError(f"there is no checkpoint '{name}' in {root}; there are: {there}")
+    return root / name
+
+
+def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], name: str | None) -> Any:
+    sharding = engine.sharding
+    path = find_checkpoint(folder, name)
+    facts = _read_facts(path)
+    _check_model(sharding, facts, path)
+    flat = _Flat(sharding)
+    metadata = _tensors_in(path)
+    tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
+    tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
+    if engine.optimizer is not None:
+        for sharded in sharding.params:
+            prefix = f"optimizer/{sharded.name}/"
+            state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
+            for key in (key for key in metadata if key.startswith(prefix)):
+                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
+                state[key.removeprefix(prefix)] = value
+                tensors[key] = flat.of(sharded, value)
+            state.update(facts["optimizer"]["states"].get(sharded.name, {}))
+        _load_groups(engine, facts["optimizer"]["groups"], path)
+    with torch.no_grad(), _quietly():
+        load(tensors, checkpoint_id=path, process_group=sharding.group)
+        for sharded in sharding.params:
+            sharded.param.add_(0)  # a new version: what was gathered is out of date
+    sharding.runtime.clear_all_gathered_params()
+    engine.load_progress(facts["engine"])
+    random = path / f"random-{sharding.rank}.pt"
+    if facts["world"] == sharding.world and random.is_file():
+        torch.set_rng_state(torch.load(random))
+    return facts["client"]
+
+
+def _read_facts(path: pathlib.Path) -> dict[str, Any]:
+    facts: dict[str, Any] = torch.load(path / _FACTS, weights_only=False)
+    if facts.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is of format {facts.get('format')}; this version reads format {_FORMAT}")
+    return facts
+
+
+def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
+
+
+def _with_state(facts: dict[str, Any], metadata: Mapping[str, Any]) -> set[str]:
+    found = set(facts["optimizer"]["states"])
+    return found | {key.split("/")[1] for key in metadata if key.startswith("optimizer/")}
+
+
+def _check_model(sharding: Sharding, facts: dict[str, Any], path: pathlib.Path) -> None:
+    saved = {name: shape for name, (shape, _) in facts["params"].items()}
+    own = {s.name: tuple(s.full_shape) for s in sharding.params}
+    for name in (*own, *saved):
+        if saved.get(name) != own.get(name):
+            raise CheckpointError(
+                f"{path} belongs to another model: parameter '{name}' is {_shape(saved.get(name))} there and "
+                f"{_shape(own.get(name))} here"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _load_groups(engine: Engine, groups: list[dict[str, Any]], path: pathlib.Path) -> None:
+    own = _groups(engine)
+    if [group["params"] for group in own] != [group["params"] for group in groups]:
+        raise CheckpointError(f"{path}: the optimizer's groups hold other parameters than this engine's")
+    assert engine.optimizer is not None
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str], name: str | None = None) -> int:
+    """Writes the whole parameters of a checkpoint as one safetensors file, without any process group. Their number."""
+    path = find_checkpoint(folder, name)
+    facts = _read_facts(path)
+    metadata = _tensors_in(path)
+    tensors = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if key.startswith(("model/", "buffer/"))
+    }
+    with _quietly():
+        load(tensors, checkpoint_id=path, no_dist=True)
+    result = {
+        tied: tensors[f"model/{param}"].reshape(facts["params"][param][0]).to(facts["params"][param][1])
+        for tied, param in facts["ties"].items()
+    }
+    result |= {key.removeprefix("buffer/"): value for key, value in tensors.items() if key.startswith("buffer/")}
+    save_safetensors(result, out)
+    return len(result)
+
+
+__all__ = ["CheckpointError", "consolidate", "find_checkpoint", "load_checkpoint", "save_checkpoint"]

@@ -1,0 +1,336 @@
+"""The engine's configuration: a dict, a JSON file, a dataclass, checked where it enters.
+
+The shape is the one that users of DeepSpeed know: keys of theirs that mean the same here are accepted, those that are
+understood but not supported say so, and anything else is an error with the nearest name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+
+CompileMode = Literal["compile", "replay", "off"]
+CompileBackend = Literal["inductor", "aot_eager"]
+DTypeName = Literal["fp32", "fp16", "bf16"]
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class ConfigError(ValueError):
+    """A key or a value that cannot be used; the message says which, and what to write instead."""
+
+
+@dataclasses.dataclass
+class ZeroConfig:
+    #: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+    stage: int = 3
+    #: Elements of a bucket of gradients, reduced as one. None: an eighth of the model, so that most of the reductions run
+    #: while the backward does.
+    reduce_bucket_size: int | None = None
+    #: Elements up to which a ZeRO-3 parameter stays gathered from update to update.
+    param_persistence_threshold: int = 0
+    #: Class or module names whose parameters every rank gathers at entry, whatever the routing.
+    leaf_modules: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class CompileConfig:
+    #: Same as ``mode`` "compile" or "off".
+    enabled: bool = True
+    mode: CompileMode = "compile"
+    backend: CompileBackend = "inductor"
+    #: Strategy of the planner: auto, planned, published, per_block or on_demand.
+    strategy: str = "auto"
+    #: Iterations that are measured before the plan is made from measurements; 0 keeps the plan made from estimates.
+    profile_steps: int = 3
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+
+@dataclasses.dataclass
+class BF16Config:
+    enabled: bool = False
+
+
+@dataclasses.dataclass
+class FP16Config:
+    enabled: bool = False
+    #: 0: dynamic, from ``2 ** initial_scale_power``.
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    #: Steps without overflow after which a dynamic scale doubles.
+    loss_scale_window: int = 1000
+    min_loss_scale: float = 1.0
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    #: The name of a class in torch.optim.
+    type: str = "AdamW"
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Config:
+    zero_optimization: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
+    compile: CompileConfig = dataclasses.field(default_factory=CompileConfig)
+    bf16: BF16Config = dataclasses.field(default_factory=BF16Config)
+    fp16: FP16Config = dataclasses.field(default_factory=FP16Config)
+    optimizer: OptimizerConfig | None = None
+    gradient_accumulation_steps: int = 1
+    #: Largest global norm of the gradients; 0 does not clip.
+    gradient_clipping: float = 0.0
+    #: Divide gradients by the number of ranks before the sum instead of after it.
+    prescale_gradients: bool = True
+    #: In what gradients travel; None: fp32 for 16-bit parameters, else the parameter's own.
+    communication_data_type: DTypeName | None = None
+    #: Bytes that parameters, gradients, states and activations of a rank may take together; None: what the machine has.
+    memory_budget: int | None = None
+    #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
+    timeout: float = 300.0
+    #: The checks of the runtime's debug mode, at the price of speed.
+    debug: bool = False
+
+    @property
+    def stage(self) -> int:
+        return self.zero_optimization.stage
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What gathers cast to; None: the parameters' own dtype."""
+        return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return None if self.communication_data_type is None else DTYPES[self.communication_data_type]
+
+
+#: Keys of DeepSpeed that mean what one of ours means.
+_SYNONYMS: dict[tuple[str, ...], str] = {
+    ("zero_optimization", "stage3_param_persistence_threshold"): "param_persistence_threshold",
+    ("bfloat16",): "bf16",
+}
+
+#: Keys of DeepSpeed that change nothing here, with the reason. Accepted in silence.
+_WITHOUT_EFFECT = {
+    ("zero_optimization", "overlap_comm"): "reductions always overlap",
+    ("zero_optimization", "contiguous_gradients"): "gradients always are",
+    ("zero_optimization", "reduce_scatter"): "reductions always go to the owners",
+    ("zero_optimization", "allgather_bucket_size"): "the planner decides",
+    ("zero_optimization", "allgather_partitions"): "the planner decides",
+    ("zero_optimization", "stage3_prefetch_bucket_size"): "the planner decides",
+    ("zero_optimization", "stage3_max_live_parameters"): "the planner decides, within memory_budget",
+    ("zero_optimization", "stage3_max_reuse_distance"): "the planner decides, within memory_budget",
+    ("zero_optimization", "sub_group_size"): "the optimizer steps as a whole",
+    ("zero_optimization", "round_robin_gradients"): "every parameter is spread over all ranks",
+    ("train_batch_size",): "the data loader decides",
+    ("train_micro_batch_size_per_gpu",): "the data loader decides",
+    ("steps_per_print",): "",
+    ("wall_clock_breakdown",): "engine.explain() has it",
+    ("zero_allow_untested_optimizer",): "",
+}
+
+#: Keys of DeepSpeed that are understood and not supported.
+_UNSUPPORTED = {
+    ("zero_optimization", "offload_optimizer"): "optimizer states stay on the device in this version",
+    ("zero_optimization", "offload_param"): "parameters stay on the device in this version",
+    ("zero_optimization", "zero_hpz_partition_size"): "secondary partitions are not part of this version",
+    ("zero_optimization", "zero_quantized_weights"): "gathers are not quantized in this version",
+    ("zero_optimization", "zero_quantized_gradients"): "reductions are not quantized in this version",
+    (
+        "zero_optimization",
+        "mics_shard_size",
+    ): "sharding over part of the ranks is not part of this version; pass a group",
+    ("activation_checkpointing",): "use torch.utils.checkpoint in the model; it works under every stage",
+    ("scheduler",): "pass a torch.optim.lr_scheduler to initialize(..., lr_scheduler=...)",
+    ("amp",): "use bf16 or fp16, or torch.autocast in the model",
+    ("sparse_attention",): "the model decides",
+    ("pipeline",): "pipeline parallelism is not part of deepcompile",
+    ("tensor_parallel",): "tensor parallelism is not part of deepcompile",
+    ("flops_profiler",): "engine.explain() and engine.trace() show measured times",
+    ("fp16", "hysteresis"): "a dynamic loss scale is halved at every overflow",
+    ("fp16", "auto_cast"): "floating-point inputs of engine(...) are always cast",
+    ("data_types",): "use communication_data_type; gradients add up in the dtype of the master weights",
+}
+
+
+def load_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    """The checked configuration from a dict, the path of a JSON file, a :class:`Config`, or nothing (all defaults)."""
+    if isinstance(config, (str, os.PathLike)):
+        config = _read_json(pathlib.Path(config))
+    if config is None:
+        config = {}
+    if isinstance(config, Config):
+        loaded: Config = _from_mapping(Config, dataclasses.asdict(config), ())
+    elif isinstance(config, Mapping):
+        loaded = _from_mapping(Config, config, ())
+    else:
+        raise ConfigError(
+            f"config must be a dict, the path of a JSON file or a deepcompile.Config, not {type(config).__name__}"
+        )
+    _check_values(loaded)
+    return loaded
+
+
+def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config file {path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"config file {path}: holds a {type(found).__name__} instead of an object with keys")
+    return found
+
+
+def _from_mapping(cls: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    kinds = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        key = _SYNONYMS.get((*path, given), given)
+        place = (*path, key)
+        if key in kinds:
+            if key in found:
+                raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{given}'")
+            found[key] = _convert(kinds[key], value, place)
+        elif place in _UNSUPPORTED:
+            if value not in (None, False, {}, []) and not _disabled(value):
+                raise ConfigError(f"config key '{'.'.join(place)}' is not supported: {_UNSUPPORTED[place]}")
+        elif place not in _WITHOUT_EFFECT:
+            raise ConfigError(f"unknown config key '{'.'.join(place)}'{_nearest(str(key), path, kinds)}")
+    return cls(**found)
+
+
+def _disabled(value: Any) -> bool:
+    """Sections that switch themselves off, as DeepSpeed writes them."""
+    return isinstance(value, Mapping) and (value.get("enabled") is False or value.get("device") == "none")
+
+
+def _nearest(key: str, path: tuple[str, ...], kinds: Mapping[str, Any]) -> str:
+    elsewhere = {
+        field.name: f"{section.name}.{field.name}"
+        for section in dataclasses.fields(Config)
+        if (inner := _section(typing.get_type_hints(Config)[section.name])) is not None
+        for field in dataclasses.fields(inner)
+    }
+    here = {name: ".".join((*path, name)) for name in kinds}
+    names = elsewhere | here if not path else here | {k: v for k, v in elsewhere.items() if k not in here}
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{names[close[0]]}'?"
+    return f"; known keys{' there' if path else ''}: {', '.join(kinds)}"
+
+
+def _section(kind: Any) -> type[Any] | None:
+    for option in (kind, *get_args(kind)):
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return option
+    return None
+
+
+def _convert(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    name = ".".join(path)
+    section = _section(kind)
+    if section is not None:
+        if value is None and type(None) in get_args(kind):
+            return None
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        if section is CompileConfig and isinstance(value, bool):
+            value = {"enabled": value}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config key '{name}' is a section with keys, not {type(value).__name__} ({value!r})")
+        return _from_mapping(section, value, path)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            options = ", ".join(repr(option) for option in get_args(kind))
+            raise ConfigError(f"config key '{name}' is {value!r}; it must be one of {options}")
+        return value
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        if value is None and type(None) in get_args(kind):
+            return None
+        (kind,) = (option for option in get_args(kind) if option is not type(None))
+        return _convert(kind, value, path)
+    plain = get_origin(kind) or kind
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if plain is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # JSON files write 5e8 for a number of elements
+    if type(value) is not plain:
+        raise ConfigError(
+            f"config key '{name}' must be of type {plain.__name__}, not {type(value).__name__} ({value!r})"
+        )
+    return list(value) if plain is list else dict(value) if plain is dict else value
+
+
+def _check_values(config: Config) -> None:
+    def require(ok: bool, key: str, value: object, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"config key '{key}' is {value!r}; {rule}")
+
+    zero, fp16 = config.zero_optimization, config.fp16
+    require(zero.stage in (1, 2, 3), "zero_optimization.stage", zero.stage, "it must be 1, 2 or 3")
+    require(
+        zero.reduce_bucket_size is None or zero.reduce_bucket_size >= 1,
+        "zero_optimization.reduce_bucket_size",
+        zero.reduce_bucket_size,
+        "it counts elements and must be at least 1",
+    )
+    require(
+        zero.param_persistence_threshold >= 0,
+        "zero_optimization.param_persistence_threshold",
+        zero.param_persistence_threshold,
+        "it counts elements",
+    )
+    steps = config.gradient_accumulation_steps
+    require(steps >= 1, "gradient_accumulation_steps", steps, "it must be at least 1")
+    clip = config.gradient_clipping
+    require(0 <= clip < float("inf"), "gradient_clipping", clip, "it is a norm, or 0 for no clipping")
+    require(0 < config.timeout < 1e8, "timeout", config.timeout, "it counts seconds, above 0 and below 1e8")
+    budget = config.memory_budget
+    require(budget is None or budget > 0, "memory_budget", budget, "it counts bytes and must be above 0")
+    require(fp16.loss_scale >= 0, "fp16.loss_scale", fp16.loss_scale, "it must be above 0, or 0 for a dynamic scale")
+    require(0 <= fp16.initial_scale_power <= 126, "fp16.initial_scale_power", fp16.initial_scale_power, "0 to 126")
+    require(fp16.loss_scale_window >= 1, "fp16.loss_scale_window", fp16.loss_scale_window, "it counts steps")
+    require(fp16.min_loss_scale > 0, "fp16.min_loss_scale", fp16.min_loss_scale, "it must be above 0")
+    if config.bf16.enabled and fp16.enabled:
+        raise ConfigError("config keys 'bf16.enabled' and 'fp16.enabled' are both true; choose one")
+    strategies = ("auto", "planned", "published", "per_block", "on_demand")
+    strategy = config.compile.strategy
+    require(strategy in strategies, "compile.strategy", strategy, f"it must be one of {', '.join(strategies)}")
+    profile = config.compile.profile_steps
+    require(profile >= 0, "compile.profile_steps", profile, "it counts iterations")
+    if config.optimizer is not None and not hasattr(torch.optim, config.optimizer.type):
+        close = difflib.get_close_matches(config.optimizer.type, dir(torch.optim), n=1, cutoff=0.4)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"config key 'optimizer.type' is {config.optimizer.type!r}, not a class of torch.optim{hint}")
+    if not config.compile.enabled:
+        config.compile.mode = "off"
+    if config.compile.mode == "replay":
+        raise ConfigError(
+            "config key 'compile.mode' is 'replay', which is not supported: it is not part of this version"
+        )
+
+
+__all__ = [
+    "BF16Config",
+    "CompileConfig",
+    "Config",
+    "ConfigError",
+    "FP16Config",
+    "OptimizerConfig",
+    "ZeroConfig",
+    "load_config",
+]

@@ -1,0 +1,115 @@
+"""Whole parameters of a sharded model: to read, to change, to save."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepcompile._sharded_modules import original_class
+from deepcompile.sharding import ShardedParam, Sharding, sharding_of
+
+
+def _params_of(module: nn.Module, sharding: Sharding) -> list[ShardedParam]:
+    members = set(module.parameters())
+    return [sharded for sharded in sharding.params if sharded.param in members]
+
+
+@contextlib.contextmanager
+def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
+    """Inside the context, ``module`` and what is in it hold whole parameters, in the dtype of the shards, that can be read
+    and changed in place (``nn.init.normal_(module.weight)``). At its end they are sharded again with the values that
+    ``modifier_rank`` holds; with None nothing is written back. Every rank enters it; nothing may be trained inside.
+    """
+    sharding = sharding_of(module)
+    if modifier_rank is not None and not 0 <= modifier_rank < sharding.world:
+        raise ValueError(f"modifier_rank is {modifier_rank}; the group has ranks 0 to {sharding.world - 1}")
+    params = _params_of(module, sharding)
+    classes: dict[nn.Module, type[nn.Module]] = {}
+    whole: dict[int, nn.Parameter] = {}
+    for sharded in params:
+        parameter = nn.Parameter(sharding.gather(sharded), requires_grad=sharded.param.requires_grad)
+        whole[sharded.id] = parameter
+    for sharded in params:
+        for owner, attribute in sharded.places:
+            if owner not in classes:
+                classes[owner] = type(owner)
+                owner.__class__ = original_class(owner)
+            owner._parameters[attribute] = whole[sharded.id]
+    # A module that holds one of these parameters may hold others that were not asked for: those must stay readable.
+    gathered_too: list[tuple[ShardedParam, nn.Module, str]] = []
+    for sharded in sharding.params:
+        if sharded.id not in whole:
+            gathered_too += [(sharded, owner, attribute) for owner, attribute in sharded.places if owner in classes]
+    for sharded, owner, attribute in gathered_too:
+        owner._parameters[attribute] = nn.Parameter(sharding.gather(sharded), requires_grad=False)
+    try:
+        yield module
+    finally:
+        replaced = [
+            (owner, attribute)
+            for sharded in params
+            for owner, attribute in sharded.places
+            if owner._parameters.get(attribute) is not whole[sharded.id]
+        ]
+        for sharded in params:
+            for owner, attribute in sharded.places:
+                owner._parameters[attribute] = sharded.param
+        for sharded, owner, attribute in gathered_too:
+            owner._parameters[attribute] = sharded.param
+        for owner, original in classes.items():
+            owner.__class__ = original
+    if replaced:
+        owner, attribute = replaced[0]
+        raise RuntimeError(
+            f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
+        )
+    if modifier_rank is not None:
+        for sharded in params:
+            _write_back(sharding, sharded, whole[sharded.id].detach(), modifier_rank)
+
+
+def _write_back(sharding: Sharding, sharded: ShardedParam, whole: torch.Tensor, source: int) -> None:
+    if whole.shape != sharded.full_shape:
+        raise RuntimeError(
+            f"parameter '{sharded.name}' has shape {list(whole.shape)} after full_params instead of "
+            f"{list(sharded.full_shape)}"
+        )
+    parts = None
+    if sharding.rank == source:
+        parts = [_part(whole, rank, sharding.world) for rank in range(sharding.world)]
+    own = torch.empty_like(sharded.param.detach())
+    dist.scatter(own, parts, src=dist.get_global_rank(sharding.group, source), group=sharding.group)
+    with torch.no_grad():
+        sharded.param.copy_(own)  # a new version: what is gathered is out of date
+
+
+def _part(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    from deepcompile.sharding import slice_of
+
+    return slice_of(whole, rank, world).contiguous()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the unsharded model, whole on every rank, in the dtypes that the model had before it was sharded.
+    Every rank calls it.
+    """
+    sharding = sharding_of(model)
+    by_parameter = sharding.by_parameter()
+    wholes: dict[int, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        sharded = by_parameter.get(value) if isinstance(value, nn.Parameter) else None
+        if sharded is None:
+            result[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            continue
+        if sharded.id not in wholes:
+            wholes[sharded.id] = sharding.gather(sharded).to(sharded.original_dtype)
+        result[name] = wholes[sharded.id]
+    return result
+
+
+__all__ = ["full_params", "full_state_dict"]

@@ -1,0 +1,203 @@
+"""Measures the first iterations and plans again from what was measured, the same on all ranks.
+
+Nothing is run for the sake of measuring: the runtime notes when each parameter was asked for and when each collective ran,
+so measuring takes no memory beyond training's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from deepcompile import plan as planner
+from deepcompile.planning import Step
+from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan
+
+if TYPE_CHECKING:
+    from deepcompile.sharding import Sharding
+
+_log = logging.getLogger("deepcompile")
+
+Span = tuple[str, int, int, int, int]
+
+
+@dataclasses.dataclass
+class Iteration:
+    """One forward and backward, in nanoseconds of the steady clock."""
+
+    forward_start: int
+    forward_end: int = 0
+    backward_start: int = 0
+    backward_end: int = 0
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+
+class Profile:
+    """Collects iterations until there are enough, then plans. The calls come from the engine."""
+
+    def __init__(self, sharding: Sharding, iterations: int) -> None:
+        self._sharding = sharding
+        self._wanted = iterations
+        self._seen = 0
+        self._current: Iteration | None = None
+        self._finished: list[Iteration] = []
+        self.done = iterations == 0
+        self.why_not = "" if iterations else "profile_steps is 0"
+
+    @property
+    def _recording(self) -> bool:
+        return not self.done and self._seen > 0  # in the first iteration compilers run
+
+    def start_forward(self) -> None:
+        if self._recording:
+            self._sharding.runtime.take_timeline()
+            self._sharding.runtime.record_timeline(True)
+            self._current = Iteration(time.monotonic_ns())
+
+    def end_forward(self) -> None:
+        if self._current is not None:
+            self._current.forward_end = time.monotonic_ns()
+
+    def start_backward(self) -> None:
+        if self._current is not None:
+            self._current.backward_start = time.monotonic_ns()
+
+    def end_backward(self) -> None:
+        if self._current is not None:
+            self._current.backward_end = time.monotonic_ns()
+            self._current.spans = self._sharding.runtime.take_timeline()
+            self._sharding.runtime.record_timeline(False)
+            self._finished.append(self._current)
+            self._current = None
+        if not self.done:
+            self._seen += 1
+
+    def ready(self) -> bool:
+        """True once, on all ranks in the same iteration."""
+        return not self.done and self._seen > self._wanted
+
+    def plan(self) -> bool:
+        """Plans from the measurements. Every rank calls it at the same point. True when the plan changed."""
+        self.done = True
+        self._sharding.runtime.record_timeline(False)
+        step = self._sharding.planner.training_step()
+        own: Any = None
+        if step is None or step.plan is None:
+            self.why_not = "no single planned graph holds the whole step" if step is None else step.why_not
+        else:
+            own = self._measure(step)
+            self.why_not = "" if own else "the iterations did not gather as planned"
+        everybody: list[Any] = [None] * self._sharding.world
+        dist.all_gather_object(everybody, own, group=self._sharding.group)
+        self._finished.clear()
+        if step is None or any(one is None for one in everybody):
+            if not self.why_not:
+                self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
+            return False
+        seconds = {
+            phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
+            for phase, values in everybody[0]["seconds"].items()
+        }
+        machine = measured_machine(
+            self._sharding.planner.machine,
+            _fastest(one["gathers"] for one in everybody),
+            _fastest(one["reductions"] for one in everybody),
+        )
+        return self._sharding.planner.replan(step, seconds, machine)
+
+    def _measure(self, step: Step) -> dict[str, Any] | None:
+        assert step.plan is not None
+        names = {sharded.id: sharded.name for sharded in self._sharding.params}
+        samples: dict[str, list[list[float]]] = {FORWARD: [], BACKWARD: []}
+        for iteration in self._finished:
+            for phase, begin, end in (
+                (FORWARD, iteration.forward_start, iteration.forward_end),
+                (BACKWARD, iteration.backward_start, iteration.backward_end),
+            ):
+                takes = [s for s in iteration.spans if s[0] == "take" and begin <= s[3] <= end]
+                found = segment_seconds(
+                    step.plan.graphs[phase], [(names[s[1]], s[3], s[4]) for s in takes], begin, end, step.seconds[phase]
+                )
+                if found is None:
+                    return None
+                samples[phase].append(found)
+        if not self._finished:
+            return None
+        seconds = {phase: [min(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()}
+        spans = [span for iteration in self._finished for span in iteration.spans]
+        return {"seconds": seconds, "gathers": _by_size(spans, "gather"), "reductions": _by_size(spans, "reduce")}
+
+
+def segment_seconds(
+    graph_plan: GraphPlan, takes: list[tuple[str, int, int]], begin: int, end: int, estimates: list[float]
+) -> list[float] | None:
+    """The time of each segment, without its waits: from the last parameter it waited for to the first that the next one
+    asked for. Where a segment waits for nothing, it shares a measurement with the one before, by estimate. None when the
+    takes (name, start, end) are not those of the plan.
+    """
+    takes = sorted(takes, key=lambda take: take[1])
+    if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
+        return None
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    for planned, (_, start, stop) in zip(graph_plan.takes, takes, strict=True):
+        firsts.setdefault(planned.segment, start)
+        lasts[planned.segment] = stop
+    result = [0.0] * len(estimates)
+    group: list[int] = []
+    group_begin = begin
+    for index in range(len(estimates) + 1):
+        if index == len(estimates) or index in firsts:
+            if group:
+                span = max(0, (end if index == len(estimates) else firsts[index]) - group_begin) * 1e-9
+                total = sum(estimates[i] for i in group) or 1.0
+                for i in group:
+                    share = estimates[i] / total if any(estimates[j] for j in group) else 1 / len(group)
+                    result[i] = span * share
+            group = []
+            group_begin = lasts.get(index, end)
+        if index < len(estimates):
+            group.append(index)
+    return result
+
+
+def _by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
+    """Median seconds by bytes."""
+    found: dict[int, list[int]] = {}
+    for name, _, size, start, end in spans:
+        if name == kind and size > 0:
+            found.setdefault(size, []).append(end - start)
+    return {size: statistics.median(times) * 1e-9 for size, times in found.items()}
+
+
+def _fastest(curves: Iterable[dict[int, float]]) -> dict[int, float]:
+    """A collective lasts from the last rank's arrival: the rank that came last measures it best."""
+    best: dict[int, float] = {}
+    for curve in curves:
+        for size, seconds in curve.items():
+            best[size] = min(seconds, best.get(size, seconds))
+    return best
+
+
+def measured_machine(
+    machine: planner.Machine, gathers: dict[int, float], reductions: dict[int, float]
+) -> planner.Machine:
+    lines = [line for line in machine.text.splitlines() if line.split()[0] not in ("gather", "reduce")]
+    for name, curve in (("gather", gathers), ("reduce", reductions)):
+        points: list[str] = []
+        floor = 1
+        for size in sorted(curve):
+            floor = max(floor, round(curve[size] * 1e9))  # more bytes never take less
+            points.append(f"{size}B:{floor}ns")
+        if points:
+            lines.append(f"{name} {' '.join(points[:: max(1, len(points) // 8)])}")
+    return planner.Machine("\n".join(lines) + "\n")
+
+
+__all__ = ["Profile", "measured_machine", "segment_seconds"]

@@ -1,0 +1,178 @@
+"""What an engine did, in words and numbers: one line after planning, a table, a trace for Perfetto."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from deepcompile.step_plan import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from deepcompile.engine import Engine
+    from deepcompile.planning import Step
+    from deepcompile.sharding import Sharding
+
+
+@dataclasses.dataclass
+class StepTimes:
+    """How long the last steps took and how long their callers waited for collectives, in seconds."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    waited: list[float] = dataclasses.field(default_factory=list)
+    _began: float = 0.0
+    _waited_before: float = 0.0
+
+    def begin(self, waited: float) -> None:
+        if not self._began:
+            self._began, self._waited_before = time.perf_counter(), waited
+
+    def end(self, waited: float) -> None:
+        if self._began:
+            self.seconds = [*self.seconds[-49:], time.perf_counter() - self._began]
+            self.waited = [*self.waited[-49:], waited - self._waited_before]
+            self._began = 0.0
+
+    def forget(self) -> None:
+        """After a new plan, only what comes counts."""
+        self.seconds, self.waited, self._began = [], [], 0.0
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.2f} s"
+
+
+@dataclasses.dataclass
+class Explanation:
+    """``str()`` gives the table; the fields are there for programs."""
+
+    rows: list[tuple[str, str]]
+    plan: str  # the planner's own words; empty without a plan
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        table = "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+        return f"{table}\n\n{self.plan}" if self.plan else table
+
+
+def explain(engine: Engine) -> Explanation:
+    sharding, stats = engine.sharding, engine.stats()
+    rows: list[tuple[str, str]] = [
+        ("model", f"{type(engine.module).__name__}, {sum(s.numel for s in sharding.params):,} parameters"),
+        ("sharding", f"ZeRO-{engine.config.stage} over {sharding.world} ranks; this is rank {sharding.rank}"),
+        ("precision", _precision(engine)),
+    ]
+    step = sharding.planner.training_step() if engine.config.compile.mode == "compile" else None
+    rows += _plan_rows(engine, step)
+    times = engine.times
+    if times.seconds:
+        measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
+        rows.append(("measured step", measured))
+        rows.append(("waited for collectives", f"{_seconds(statistics.median(times.waited))} a step"))
+    gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
+    rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
+    rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))
+    held = sum(s.param.nbytes for s in sharding.params)
+    rows.append(
+        (
+            "parameter shards",
+            f"{_bytes(held)} of {_bytes(sum(s.numel * s.param.element_size() for s in sharding.params))}",
+        )
+    )
+    rows.append(("gathered at most", _bytes(stats["gathered_bytes_peak"])))
+    rows.append(("steps", f"{engine.steps} taken, {engine.skipped_steps} skipped"))
+    words = step.plan.planned.explain(20) if step is not None and step.plan is not None else ""
+    return Explanation(rows, words)
+
+
+def _precision(engine: Engine) -> str:
+    dtype = engine.config.compute_dtype
+    if dtype is None:
+        return "the parameters' own"
+    scale = f", loss scale {engine.loss_scale.value:g}" if engine.config.fp16.enabled else ""
+    return f"{str(dtype).removeprefix('torch.')} with fp32 master shards{scale}"
+
+
+def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
+    options = engine.config.compile
+    if options.mode == "off":
+        return [("compiled", "no: config key 'compile.enabled' or 'compile.mode' switches it off")]
+    graphs = engine.sharding.planner.steps
+    if not graphs:
+        return [("compiled", "nothing yet: no forward has run, or every frame was skipped")]
+    rows = [("compiled", f"{len(graphs)} graphs by {options.backend}")]
+    if step is None or step.plan is None:
+        why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
+        return [*rows, ("plan", f"none for the step as a whole: {why}")]
+    planned = step.plan.planned
+    source = "measured times" if step.measured else "estimated times"
+    rows.append(("plan", f"{planned.strategy}, from {source}, hash {planned.hash}"))
+    if not step.measured and engine.profile.done and engine.profile.why_not:
+        rows.append(("not measured", engine.profile.why_not))
+    bound = planned.lower_bound_ns
+    rows.append(
+        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}; no plan takes less than {_seconds(bound * 1e-9)}")
+    )
+    exposed = planned.exposed_ns
+    hidden = sum(value for name, value in exposed.items() if name != "compute")
+    rows.append(("predicted exposed", _seconds(hidden * 1e-9)))
+    rows.append(("predicted peak", f"{_bytes(planned.peak_bytes)} of {_bytes(planned.budget)}"))
+    forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
+    kept = [take.param for take in forward.takes if take.keep]
+    rows.append(("launches", f"{len(forward.launches)} in the forward, {len(backward.launches)} in the backward"))
+    rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
+    return rows
+
+
+def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
+    step = sharding.planner.training_step()
+    if step is None or step.plan is None or why_not:
+        return f"deepcompile: not planned from measurements: {why_not}"
+    planned = step.plan.planned
+    kept = sum(take.keep for take in step.plan.graphs[FORWARD].takes)
+    exposed = sum(value for name, value in planned.exposed_ns.items() if name != "compute")
+    return (
+        f"deepcompile: ZeRO-{sharding.config.stage} on {sharding.world} ranks, plan '{planned.strategy}' from measurements"
+        f"{'' if changed else ' (the same as from estimates)'}: step {_seconds(planned.step_ns * 1e-9)}, "
+        f"{_seconds(exposed * 1e-9)} of communication exposed, {kept} parameters kept to the backward, peak "
+        f"{_bytes(planned.peak_bytes)}"
+    )
+
+
+def trace_events(engine: Engine, spans: list[tuple[str, int, int, int, int]]) -> str:
+    """Chrome's trace format: what the caller waited for, and what ran on the channels."""
+    names = {sharded.id: sharded.name for sharded in engine.sharding.params}
+    tracks = {"take": (0, "program: waits for parameters"), "grad": (1, "program: gives gradients")}
+    tracks |= {"gather": (2, "gather channel"), "reduce": (3, "reduce channel")}
+    begin = min((span[3] for span in spans), default=0)
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": engine.sharding.rank, "tid": tid, "args": {"name": name}}
+        for tid, name in tracks.values()
+    ]
+    for kind, parameter, size, start, end in spans:
+        events.append(
+            {
+                "name": names.get(parameter, str(parameter)),
+                "cat": kind,
+                "ph": "X",
+                "pid": engine.sharding.rank,
+                "tid": tracks[kind][0],
+                "ts": (start - begin) / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {"bytes": size} if size else {},
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+__all__ = ["Explanation", "StepTimes", "explain", "one_line", "trace_events"]

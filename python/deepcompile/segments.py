@@ -1,0 +1,213 @@
+"""A traced graph cut where parameters are used: what the planner sees of it, and what it may move.
+
+A *segment* begins at a node that uses a large parameter and goes on to the next such node. Collectives are launched and
+waited for between segments only, so a plan is a matter of segments and parameters and fits every graph of the same
+structure, whatever its shapes. Small parameters (norms, biases) begin no segment: they are gathered with the segment
+that needs them, so that nothing stands between the operations that Inductor would fuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import flop_counter
+
+from deepcompile import _load as _load  # registers torch.ops.dc
+
+_ops = torch.ops.dc
+GATHER = _ops.gather_shard.default
+REDUCE = _ops.reduce_shard.default
+PREFETCH = _ops.prefetch_shards.default
+
+#: Parameters of up to this many bytes are small, if they are also much smaller than the largest.
+SMALL_BYTES = 64 * 1024
+SMALL_PART = 16
+
+#: Rates by which nodes are weighed against each other until they are measured.
+FLOPS_PER_SECOND = 40e9
+BYTES_PER_SECOND = 10e9
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredParam:
+    """A parameter as the graph shows it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass
+class Segment:
+    first: fx.Node | None  # None: the graph's beginning
+    uses: list[str] = dataclasses.field(default_factory=list)  # parameters, in order of first use in the segment
+    grads: list[str] = dataclasses.field(default_factory=list)  # parameters whose last gradient is made here
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0  # estimated
+    workspace: int = 0  # bytes of the largest node with what it reads
+
+
+@dataclasses.dataclass
+class Segments:
+    """One graph, cut."""
+
+    params: dict[str, GatheredParam]
+    segments: list[Segment]
+    roots: dict[fx.Node, tuple[str, ...]]  # gathers and what is computed only from them -> their parameters
+
+    @property
+    def structure(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """What a plan depends on besides times and sizes."""
+        return tuple((tuple(segment.uses), tuple(segment.grads)) for segment in self.segments)
+
+
+def name_of(node: fx.Node) -> str:
+    """The parameter of a gather or a reduction; the placeholder's name where nobody has named it."""
+    shard = node.args[0] if node.target is GATHER else node.args[1]
+    assert isinstance(shard, fx.Node)
+    return str(node.meta.get("deepcompile_param", shard.name))
+
+
+def mark_params(graphs: Iterable[fx.GraphModule], names: dict[str, str]) -> None:
+    """Writes the parameter's name on each gather and reduction. ``names``: by placeholder."""
+    for module in graphs:
+        for node in module.graph.nodes:
+            if node.target in (GATHER, REDUCE):
+                shard = node.args[0] if node.target is GATHER else node.args[1]
+                node.meta["deepcompile_param"] = names.get(shard.name, shard.name)
+
+
+def has_gathers(module: fx.GraphModule) -> bool:
+    return any(node.target in (GATHER, REDUCE) for node in module.graph.nodes)
+
+
+def only_from_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
+    """Gathers and every node whose tensors come from gathers alone, with the parameters they come from."""
+    roots: dict[fx.Node, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        if node.target is GATHER:
+            roots[node] = (name_of(node),)
+        elif node.op == "call_function" and node.target not in (REDUCE, PREFETCH):
+            inputs = [source for source in node.all_input_nodes if _is_tensor(source)]
+            if inputs and all(source in roots for source in inputs) and not _is_random_or_mutating(node):
+                roots[node] = tuple(dict.fromkeys(name for source in inputs for name in roots[source]))
+    return roots
+
+
+def _is_random_or_mutating(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (torch.Tensor, list, tuple))
+
+
+def cut(module: fx.GraphModule) -> Segments:
+    graph = module.graph
+    roots = only_from_gathers(graph)
+    params: dict[str, GatheredParam] = {}
+    for node in graph.nodes:
+        if node.target is GATHER:
+            shape, dtype = node.args[2], node.args[3] if len(node.args) > 3 else None
+            value = node.meta["val"]
+            params[name_of(node)] = GatheredParam(name_of(node), tuple(shape), dtype or value.dtype)
+    largest = max((param.bytes for param in params.values()), default=0)
+    small = {
+        name for name, param in params.items() if param.bytes <= SMALL_BYTES and param.bytes * SMALL_PART <= largest
+    }
+    segments = [Segment(None)]
+    last_reduction = {name_of(node): node for node in graph.nodes if node.target is REDUCE}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or node in roots:
+            continue
+        if node.target is REDUCE:
+            if last_reduction[name_of(node)] is node:
+                segments[-1].grads.append(name_of(node))
+            continue
+        used = dict.fromkeys(name for source in node.all_input_nodes for name in roots.get(source, ()))
+        if any(name not in small for name in used):
+            segments.append(Segment(node))
+        segment = segments[-1]
+        segment.uses += [name for name in used if name not in segment.uses]
+        segment.nodes.append(node)
+        segment.seconds += estimated_seconds(node)
+        segment.workspace = max(segment.workspace, _bytes_touched(node))
+    output = next(node for node in graph.nodes if node.op == "output")
+    for source in output.all_input_nodes:  # a parameter that the graph returns is used to its end
+        segments[-1].uses += [name for name in roots.get(source, ()) if name not in segments[-1].uses]
+    return Segments(params, segments, roots)
+
+
+def structure_hash(graphs: Iterable[Segments]) -> str:
+    digest = hashlib.sha256()
+    for segments in graphs:
+        digest.update(repr(segments.structure).encode())
+        digest.update(repr(sorted((p.name, p.shape, str(p.dtype)) for p in segments.params.values())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _number(value: Any) -> int:
+    """A size, symbolic or not, as a number."""
+    return value if isinstance(value, int) else int(value.node.hint) if value.node.has_hint() else 64
+
+
+def tensor_bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(tensor_bytes(item) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(_number(size) for size in value.shape) * value.dtype.itemsize
+
+
+_VIEWS = {"view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "split"}
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target._opname in _VIEWS
+
+
+def _bytes_touched(node: fx.Node) -> int:
+    if _is_view(node):
+        return 0
+    read = sum(tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    return read + tensor_bytes(node.meta.get("val"))
+
+
+def estimated_seconds(node: fx.Node) -> float:
+    """By the operations and bytes of the node. Only the proportions matter once steps are measured."""
+    if node.op != "call_function" or _is_view(node):
+        return 0.0
+    target = node.target
+    flops = 0.0
+    if isinstance(target, torch._ops.OpOverload):
+        count = flop_counter.flop_registry.get(target.overloadpacket)
+        if count is not None and not _symbolic(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+            flops = float(count(*args, **kwargs, out_val=node.meta.get("val")))
+    return flops / FLOPS_PER_SECOND + _bytes_touched(node) / BYTES_PER_SECOND
+
+
+def _symbolic(node: fx.Node) -> bool:
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return any(isinstance(v, torch.Tensor) and any(not isinstance(s, int) for s in v.shape) for v in values)
+
+
+__all__ = ["GatheredParam", "Segment", "Segments", "cut", "has_gathers", "mark_params", "structure_hash"]

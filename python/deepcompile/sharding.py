@@ -1,0 +1,342 @@
+"""Shards the parameters of any ``nn.Module`` over a process group, in place.
+
+Each parameter object stays where it is, in its modules and in the groups of its optimizer, but holds this rank's part of
+the flattened parameter from then on (:attr:`full_shape` is its shape as a whole). The classes of the modules become
+subclasses whose properties read a parameter through an operator that gathers it and whose autograd formula reduces its
+gradient. So forward code sees whole weights, in eager mode and under torch.compile alike.
+
+ZeRO-1 and 2 are the same with parameters that stay gathered from update to update; ZeRO-1 also lets gradients add up on each
+rank until the backward before an update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
+from deepcompile.config import Config, load_config
+from deepcompile.deferred import InitFunction, make_shards
+
+if TYPE_CHECKING:
+    from deepcompile.planning import StepPlanner
+
+#: Graphs of the engine: above what programs that use the operators directly choose.
+_graph_ids = itertools.count(1 << 20)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedParam:
+    """A sharded parameter. ``param`` holds this rank's part, flat and padded to the same size on all ranks."""
+
+    id: int
+    name: str
+    full_shape: torch.Size
+    original_dtype: torch.dtype
+    #: What a module sees: the dtype that the gather casts to.
+    read_dtype: torch.dtype
+    param: nn.Parameter
+    #: Every (module, attribute) that holds it: more than one where it is tied.
+    places: tuple[tuple[nn.Module, str], ...]
+    #: Stays gathered from update to update.
+    persistent: bool
+    #: Belongs to a leaf module: gathered at its entry, on every rank, and kept until the backward ends.
+    leaf: bool
+
+    @property
+    def numel(self) -> int:
+        return self.full_shape.numel()
+
+
+class Sharding:
+    """What was done to one model: its runtime, its graph and its parameters."""
+
+    def __init__(self, model: nn.Module, config: Config, group: dist.ProcessGroup) -> None:
+        self.config = config
+        self.group = group
+        self.rank, self.world = group.rank(), group.size()
+        self.graph_id = next(_graph_ids)
+        self.runtime = dc.Runtime(
+            group,
+            {"timeout": config.timeout, "pre_div_reduce": config.prescale_gradients, "debug": config.debug},
+            config.zero_optimization.reduce_bucket_size or _bucket_size(model),
+        )
+        self.params: list[ShardedParam] = []
+        self._model = weakref.ref(model)
+        self._planner: StepPlanner | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the sharded model is gone")
+        return model
+
+    @property
+    def planner(self) -> StepPlanner:
+        """Made at its first use, which is a collective: when the model is compiled."""
+        if self._planner is None:
+            from deepcompile.planning import StepPlanner
+
+            self._planner = StepPlanner(self)
+        return self._planner
+
+    def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
+        return {sharded.param: sharded for sharded in self.params}
+
+    def register(self) -> None:
+        """Tells the runtime of all parameters; the ranks agree on them at the first gather."""
+        for sharded in self.params:
+            param = sharded.param
+            buffer = None
+            if param.requires_grad:
+                buffer = torch.zeros_like(param, dtype=torch.float32 if param.dtype in _HALF else param.dtype)
+            self.runtime.register_z3_param(
+                sharded.id,
+                sharded.full_shape,
+                param,
+                buffer,
+                sharded.persistent,
+                name=sharded.name,
+                reduce_dtype=self.config.reduce_dtype,
+            )
+        ids = [sharded.id for sharded in self.params]
+        self.runtime.register_graph_z3(self.graph_id, ids, reduce_at_update=self.config.stage == 1)
+
+    def gather(self, sharded: ShardedParam, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
+        Every rank calls it.
+        """
+        with torch.no_grad():
+            whole: torch.Tensor = torch.ops.dc.gather_shard(
+                sharded.param, self.graph_id, list(sharded.full_shape), dtype or sharded.param.dtype
+            )
+            return whole.clone()
+
+    def slice_of(self, sharded: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor, padded with zeros."""
+        return slice_of(whole, self.rank, self.world)
+
+    def end_backward(self) -> None:
+        """Leaf modules keep their parameters until here."""
+        for sharded in self.params:
+            if sharded.leaf and not sharded.persistent:
+                self.runtime.invalidate_gathered_param(sharded.id)
+
+    def close(self) -> None:
+        self.runtime.cleanup()
+
+
+def _bucket_size(model: nn.Module) -> int:
+    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return min(max(trainable // 8, 250_000), 50_000_000)
+
+
+def slice_of(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    size = -(-whole.numel() // world)
+    part = whole.reshape(-1)[rank * size : (rank + 1) * size]
+    if part.numel() == size:
+        return part
+    padded = torch.zeros(size, dtype=whole.dtype, device=whole.device)
+    padded[: part.numel()] = part
+    return padded
+
+
+_shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """The sharding of a model that :func:`shard` was given, or of any part of it."""
+    found = _shardings.get(model)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded: call deepcompile.shard(model, config) or deepcompile.initialize first"
+        )
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return model in _shardings
+
+
+def open_shardings() -> Iterator[Sharding]:
+    return iter(set(_shardings.values()))
+
+
+def shard(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    init_fn: InitFunction | None = None,
+) -> nn.Module:
+    """Shards ``model`` in place over ``process_group`` (the default group when None) and returns it. Every rank calls it;
+    the values are those of rank 0. Optimizers may be made before or after: parameters keep their identity, except those
+    without data (:func:`deepcompile.init_sharded`, device ``meta``), which are made here, module by module, by ``init_fn``
+    or as the module does it itself.
+    """
+    checked = load_config(config)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard takes a torch.nn.Module, not {type(model).__name__}")
+    group = _channels.resolve_group(process_group)
+    for module in model.modules():
+        if is_sharded(module):
+            raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
+    found = _find_params(model, checked)
+    _agree_on_models(model, found, group)
+    sharding = Sharding(model, checked, group)
+    made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
+    for sharded in found:
+        if sharded.param.is_meta:
+            sharding.params.append(_put_shard(sharded, made.pop(sharded.param), sharding))
+        else:
+            _replace_by_shard(sharded, sharding)
+            sharding.params.append(sharded)
+    for buffer in model.buffers():
+        if buffer.numel() > 0:
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+    sharding.register()
+    _sharded_modules.install(sharding)
+    for module in model.modules():
+        _shardings[module] = sharding
+    _shard_aware_torch.install()
+    return model
+
+
+def _find_params(model: nn.Module, config: Config) -> list[ShardedParam]:
+    leaves = _leaf_parameters(model, config.zero_optimization.leaf_modules)
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(param, []).append((module, key))
+                names.setdefault(param, f"{path}.{key}" if path else key)
+    for param, name in names.items():
+        _check_param(name, param)
+    if not any(param.numel() > 0 for param in places):
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    found: list[ShardedParam] = []
+    memory: dict[int, str] = {}
+    for param, where in places.items():
+        name = names[param]
+        if param.numel() == 0:
+            continue  # nothing to gather, nothing to reduce: it stays as it is
+        other = memory.setdefault(param.data_ptr(), name)
+        if other != name and not param.is_meta:
+            raise ValueError(
+                f"parameters '{other}' and '{name}' are different objects over the same memory; tie them by assigning one "
+                "Parameter object to both modules"
+            )
+        read_dtype = param.dtype
+        if config.compute_dtype is not None and param.dtype in (torch.float32, *_HALF):
+            read_dtype = config.compute_dtype
+        persistent = config.stage < 3 or param.numel() <= config.zero_optimization.param_persistence_threshold
+        found.append(
+            ShardedParam(
+                len(found),
+                name,
+                param.shape,
+                param.dtype,
+                read_dtype,
+                param,
+                tuple(where),
+                persistent,
+                param in leaves,
+            )
+        )
+    return found
+
+
+def _leaf_parameters(model: nn.Module, wanted: list[str]) -> set[nn.Parameter]:
+    matched: dict[str, bool] = dict.fromkeys(wanted, False)
+    params: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
+        for name in {path, type(module).__name__} & set(wanted):
+            matched[name] = True
+            params.update(module.parameters())
+    missing = [name for name, hit in matched.items() if not hit]
+    if missing:
+        raise ValueError(
+            f"config key 'zero_optimization.leaf_modules' names {missing[0]!r}, which is neither the class nor the path of "
+            f"a module in {type(model).__name__}"
+        )
+    return params
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter '{name}' is lazy and has no shape yet: run the model once before it is sharded")
+    if param.device.type not in ("cpu", "meta") or param.layout != torch.strided:
+        raise ValueError(
+            f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; this build shards strided CPU "
+            "parameters"
+        )
+    if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+        raise ValueError(f"parameter '{name}' is a {type(param.data).__name__}; shard a model of plain tensors")
+    if not (param.is_floating_point() or param.is_complex()) and param.requires_grad:
+        raise ValueError(f"parameter '{name}' of dtype {param.dtype} requires a gradient")
+
+
+def _agree_on_models(model: nn.Module, found: list[ShardedParam], group: dist.ProcessGroup) -> None:
+    """All ranks must hold the same model: said before anything else is exchanged, so that a difference is an error."""
+    mine = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
+    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    models: list[Any] = [None] * group.size()
+    dist.all_gather_object(models, mine, group=group)
+    for rank, theirs in enumerate(models):
+        for index, (first, other) in enumerate(itertools.zip_longest(models[0], theirs)):
+            if first != other:
+                raise RuntimeError(
+                    f"the ranks hold different models: parameter or buffer {index} is {_describe(first)} on rank 0 and "
+                    f"{_describe(other)} on rank {rank} (said by rank {group.rank()})"
+                )
+
+
+def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if entry is None:
+        return "missing"
+    name, shape, dtype, trainable = entry
+    return f"'{name}' {list(shape)} {dtype}{'' if trainable else ', without gradient,'}"
+
+
+def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
+    """A parameter without data becomes one with this rank's part."""
+    if sharded.read_dtype == sharding.config.compute_dtype:
+        own = own.float()
+    param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
+    param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
+    for module, attribute in sharded.places:
+        module._parameters[attribute] = param
+    return dataclasses.replace(sharded, param=param)
+
+
+def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
+    """Rank 0 sends each rank its part."""
+    param, group = sharded.param, sharding.group
+    whole = param.detach()
+    parts = None
+    if sharding.rank == 0:
+        parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
+    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype)
+    dist.scatter(own, parts, src=dist.get_global_rank(group, 0), group=group)
+    if sharded.read_dtype == sharding.config.compute_dtype:
+        own = own.float()  # the master copy, from which gathers cast
+    param.data = own
+    param.grad = None
+    param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
+
+
+__all__ = ["ShardedParam", "Sharding", "is_sharded", "open_shardings", "shard", "sharding_of", "slice_of"]

@@ -1,0 +1,299 @@
+"""From cut graphs to the planner's step graph, and from its plan to what each graph gathers, keeps and launches when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import fx
+
+from deepcompile import plan as planner
+from deepcompile.segments import GATHER, PREFETCH, Segments, cut, name_of, tensor_bytes
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamFacts:
+    """What the planner has to know of a parameter besides what the graph shows."""
+
+    shard_bytes: int
+    grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
+    state_bytes: int  # of the optimizer's state on this rank
+    stays: bool  # gathered from update to update, whatever the plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """One gather in a graph: before which segment, and whether a copy is kept for a later graph."""
+
+    segment: int
+    param: str
+    keep: bool
+    last: int  # the last segment that reads what it returns
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A fused gather that is started before a segment."""
+
+    segment: int
+    params: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPlan:
+    takes: tuple[Take, ...]
+    launches: tuple[Launch, ...]
+
+
+@dataclasses.dataclass
+class StepPlan:
+    """What all graphs of one step do, with the plan it came from."""
+
+    graphs: dict[str, GraphPlan]  # by phase
+    planned: planner.Plan
+    text: str  # of the step graph
+
+    @property
+    def hash(self) -> str:
+        return self.planned.hash
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))
+
+
+def step_graph_text(
+    name: str,
+    graphs: Mapping[str, Segments],
+    facts: Mapping[str, ParamFacts],
+    world: int,
+    seconds: Mapping[str, list[float]],
+    saved: list[tuple[str, int, int, int]],
+) -> str:
+    """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
+    it, backward segment that reads it last).
+    """
+    lines = [f"graph {name}", f"world {world}", "stage 3"]
+    params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
+    for param in params.values():
+        fact = facts[param.name]
+        options = f"bytes={param.bytes}B shard={fact.shard_bytes}B"
+        if fact.grad_bytes:
+            options += f" grad={fact.grad_bytes}B state={fact.state_bytes}B"
+        lines.append(f"param {param.name} {options}{'' if fact.grad_bytes else ' frozen'}")
+    makes: dict[int, list[str]] = {}
+    reads: dict[int, list[str]] = {}
+    for buffer, size, maker, reader in saved:
+        lines.append(f"buffer {buffer} bytes={size}B")
+        makes.setdefault(maker, []).append(buffer)
+        reads.setdefault(reader, []).append(buffer)
+    for phase, segments in graphs.items():
+        for index, segment in enumerate(segments.segments):
+            line = f"node {phase[0]}{index} compute time={_nanoseconds(seconds[phase][index])}ns phase={phase}"
+            line += f" block={index}"
+            # Parameters that stay are not used again in the backward: there is nothing to gather.
+            uses = [use for use in segment.uses if phase == FORWARD or not facts[use].stays]
+            grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
+            line += f" uses={','.join(uses)}" if uses else ""
+            line += f" grads={','.join(grads)}" if grads else ""
+            if phase == FORWARD:
+                line += f" makes={','.join(makes[index])}" if index in makes else ""
+            else:
+                line += f" reads={','.join(reads[index])}" if index in reads else ""
+            line += f" workspace={segment.workspace}B" if segment.workspace else ""
+            lines.append(line)
+    if BACKWARD in graphs:
+        updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
+        if updated:
+            lines.append(f"node update optimizer time=1us updates={','.join(updated)}")
+    return "\n".join(lines) + "\n"
+
+
+def _has_gradient(segments: Segments, param: str) -> bool:
+    return any(param in segment.grads for segment in segments.segments)
+
+
+def saved_buffers(
+    forward: Segments, backward: Segments, backward_module: fx.GraphModule
+) -> list[tuple[str, int, int, int]]:
+    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of."""
+    made_in = {node.name: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
+    found = []
+    for node in backward_module.graph.nodes:
+        if node.op != "placeholder" or node.name not in made_in:
+            continue
+        size = tensor_bytes(node.meta.get("val"))
+        readers = [i for i, s in enumerate(backward.segments) if any(node in n.all_input_nodes for n in s.nodes)]
+        if size and readers:
+            found.append((f"saved:{node.name}", size, made_in[node.name], readers[-1]))
+    return found
+
+
+def step_plan(
+    text: str, planned: planner.Plan, graphs: Mapping[str, Segments], facts: Mapping[str, ParamFacts]
+) -> StepPlan:
+    """Reads the plan's instructions as what each graph does."""
+    order = [(phase, index) for phase, segments in graphs.items() for index in range(len(segments.segments))]
+    position = {f"{phase[0]}{index}": number for number, (phase, index) in enumerate(order)}
+    launches: list[tuple[int, tuple[str, ...]]] = []
+    intervals: dict[str, list[list[int]]] = {}  # parameter -> [from, to] in positions
+    following = 0  # the position of the next segment
+    for kind, node, _, items in planned.instructions:
+        if kind in ("compute", "optimizer"):
+            following = position[node] + 1 if node in position else len(order)
+        elif kind == "gather":
+            launches.append((following, tuple(items)))
+            for param in items:
+                intervals.setdefault(param, []).append([following, len(order)])
+        elif kind == "release":
+            for param in items:
+                intervals[param][-1][1] = following
+    takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
+    for phase, segments in graphs.items():
+        for param in segments.params:
+            used = [index for index, segment in enumerate(segments.segments) if param in segment.uses]
+            if not used:
+                continue
+            if facts[param].stays:
+                takes[phase].append(Take(used[0], param, True, used[-1]))
+                continue
+            base = position[f"{phase[0]}0"]
+            for begin, end in intervals.get(param, [[0, len(order)]]):
+                inside = [index for index in used if begin <= base + index < end]
+                if inside:
+                    later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
+                    keep = later and any(param in s.uses for s in graphs[BACKWARD].segments)
+                    # One that came from the forward is there already; nothing is waited for.
+                    takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
+    result = {}
+    for phase, segments in graphs.items():
+        base = position[f"{phase[0]}0"]
+        own = [
+            Launch(where - base, params)
+            for where, params in launches
+            if base <= where < base + len(segments.segments) and params
+        ]
+        together = _taken_together(takes[phase], own)
+        result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
+    return StepPlan(result, planned, text)
+
+
+def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
+    """Parameters of one collective arrive together: waiting for the first is waiting for all, and each place at which a
+    graph waits keeps Inductor from fusing across it.
+    """
+    moved = {id(take): take for take in takes}
+    for number, launch in enumerate(launches):
+        members = []
+        for param in launch.params:
+            again = [later.segment for later in launches[number + 1 :] if param in later.params]
+            limit = min(again, default=None)
+            mine = [
+                t
+                for t in takes
+                if t.param == param and launch.segment <= t.segment and (limit is None or t.segment < limit)
+            ]
+            members += mine[:1]
+        if members:
+            first = min(take.segment for take in members)
+            for take in members:
+                moved[id(take)] = dataclasses.replace(take, segment=first)
+    return sorted(moved.values(), key=lambda take: take.segment)
+
+
+def _worthwhile(launches: list[Launch], takes: list[Take]) -> list[Launch]:
+    """Without those whose one parameter is taken right there: the take starts it itself."""
+    at = {(take.segment, take.param) for take in takes}
+    return [one for one in launches if len(one.params) > 1 or (one.segment, one.params[0]) not in at]
+
+
+def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
+    """The same, but each graph gathers for itself, except what stays whatever the plan."""
+
+    def changed(take: Take) -> Take:
+        return dataclasses.replace(take, keep=facts[take.param].stays)
+
+    graphs = {
+        phase: dataclasses.replace(graph, takes=tuple(changed(take) for take in graph.takes))
+        for phase, graph in plan.graphs.items()
+    }
+    return dataclasses.replace(plan, graphs=graphs)
+
+
+def apply_plan(module: fx.GraphModule, graph_plan: GraphPlan) -> bool:
+    """Rewrites the graph as planned: launches and takes at the segments' beginnings, what is computed from gathers where it
+    is used. False, and nothing changed, when the graph is not of the planned structure.
+    """
+    segments = cut(module)
+    starts = {segment.first: index for index, segment in enumerate(segments.segments) if segment.first is not None}
+    shards = {name_of(node): node for node in module.graph.nodes if node.target is GATHER}
+    wanted = {(index, use) for index, segment in enumerate(segments.segments) for use in segment.uses}
+    covered = {(i, take.param) for take in graph_plan.takes for i in range(take.segment, take.last + 1)}
+    if not wanted <= covered or any(take.param not in shards for take in graph_plan.takes):
+        return False
+
+    old, new = module.graph, fx.Graph()
+    new._codegen = old._codegen
+    environment: dict[fx.Node, fx.Node] = {}
+    current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in environment:  # computed only from gathers: where it is used first, from the current take
+            assert node in segments.roots, node
+            if node.target is GATHER:
+                return current[name_of(node)]
+            environment[node] = new.node_copy(node, value)
+        return environment[node]
+
+    def begin(index: int) -> None:
+        for launch in graph_plan.launches:
+            if launch.segment == index:
+                gathers = [shards[param] for param in launch.params if param in shards]
+                arguments = [environment[g.args[0]] for g in gathers]
+                dtypes = [segments.params[name_of(g)].dtype for g in gathers]
+                node = new.call_function(PREFETCH, (arguments, gathers[0].args[1], dtypes))
+                node.meta = {"val": None, "deepcompile_pinned": True, "partitioner_tag": "is_forward"}
+        for take in graph_plan.takes:
+            if take.segment == index:
+                gather = shards[take.param]
+                shard, graph_id, shape = gather.args[:3]
+                dtype = segments.params[take.param].dtype
+                node = new.call_function(GATHER, (environment[shard], graph_id, shape, dtype, take.keep, 0))
+                node.meta = {**gather.meta, "deepcompile_pinned": True}
+                current[take.param] = node
+                for derived, params in segments.roots.items():
+                    if take.param in params:
+                        environment.pop(derived, None)
+
+    begun = False
+    for node in old.nodes:
+        if node in segments.roots:
+            continue
+        if node.op not in ("placeholder", "get_attr") and not begun:
+            begun = True
+            begin(0)
+        if node in starts:
+            begin(starts[node])
+        environment[node] = new.node_copy(node, value)
+    new.lint()
+    module.graph = new
+    module.recompile()
+    return True
+
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "GraphPlan",
+    "Launch",
+    "ParamFacts",
+    "StepPlan",
+    "Take",
+    "apply_plan",
+    "saved_buffers",
+    "step_graph_text",
+    "step_plan",
+    "without_keeping",
+]

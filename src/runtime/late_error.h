@@ -1,0 +1,40 @@
+// An error that was noticed where nothing can be thrown, for the next call that can.
+#pragma once
+
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "deepcompile/base/error.h"
+
+namespace dc {
+
+class LateError {
+ public:
+  // The first one stays.
+  void set(std::string message) {
+    const std::lock_guard lock(mutex_);
+    if (!message_) {
+      message_ = std::move(message);
+    }
+  }
+
+  // Throws what was set, once.
+  void raise() {
+    std::optional<std::string> message;
+    {
+      const std::lock_guard lock(mutex_);
+      message = std::exchange(message_, std::nullopt);
+    }
+    if (message) {
+      fail(*message);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<std::string> message_;
+};
+
+}  // namespace dc

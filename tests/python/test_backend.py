@@ -1,0 +1,314 @@
+"""The backend "deepcompile": planned graphs train like eager ones, gather again in the backward, keep the planned order."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+import deepcompile
+from deepcompile.sharding import sharding_of
+from harness import RankFailed, run_ranks
+from models import Llama, Run, train_with_engine
+from test_engine_parity import assert_parity
+
+
+def config(stage: int = 3, backend: str = "aot_eager", **more) -> dict:
+    compiles = {"backend": backend, "fullgraph": True} | more.pop("compile", {})
+    return {
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500},
+        "timeout": 60,
+        "compile": compiles,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_twenty_planned_steps_equal_unsharded_training_under_every_stage(world: int) -> None:
+    runs = [
+        Run(
+            "llama",
+            {},
+            config(stage, gradient_clipping=0.5, gradient_accumulation_steps=accumulation),
+            steps=20 // accumulation,
+        )
+        for stage in (1, 2, 3)
+        for accumulation in (1, 4)
+    ]
+    runs += [Run("mlp", {"dropout": 0.1}, config(3))]
+    assert_parity(world, runs)
+
+
+def with_inductor(rank: int, world: int, runs: list[Run]) -> list:
+    torch._inductor.config.fallback_random = True  # the random numbers of eager mode
+    return [train_with_engine(rank, world, run) for run in runs]
+
+
+def test_steps_compiled_by_inductor_equal_unsharded_training() -> None:
+    runs = [
+        Run("llama", {"dropout": 0.1}, config(3, "inductor", gradient_accumulation_steps=2), steps=10),
+        Run("llama", {"dropout": 0.1}, config(1, "inductor", gradient_accumulation_steps=2), steps=5),
+    ]
+    assert_parity(2, runs, worker=with_inductor)
+
+
+def plans(rank: int, world: int, budget: int | None, strategy: str) -> dict:
+    run = Run("llama", {"layers": 4, "size": 32}, config(memory_budget=budget, compile={"strategy": strategy}), steps=4)
+    model = run.make()
+    engine = deepcompile.initialize(model, run.optimizer(model.parameters()), run.config)
+    losses = []
+    for step in range(run.steps):
+        loss = engine(run.batch(rank, step, 0))
+        kept_bytes = engine.stats()["gathered_bytes_live"]
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    step = engine.sharding.planner.training_step()
+    assert step is not None and step.plan is not None, step and step.why_not
+    graphs = step.plan.graphs
+    return {
+        "losses": losses,
+        "kept bytes": kept_bytes,
+        "predicted": step.plan.planned.peak_bytes,
+        "kept": sum(take.keep for take in graphs["forward"].takes),
+        "launches": len(graphs["forward"].launches) + len(graphs["backward"].launches),
+        "gathers": engine.stats()["collectives"]["all_gather"],
+        "measured": step.measured,
+        "hash": step.plan.hash,
+    }
+
+
+def test_memory_decides_what_stays_gathered_and_the_numbers_stay_the_same() -> None:
+    found = {}
+    for name, strategy in (("room", "auto"), ("on demand", "on_demand"), ("per block", "per_block"), ("tight", "auto")):
+        budget = None
+        if name == "tight":
+            least, most = found["on demand"]["predicted"], found["room"]["predicted"]
+            budget = least + (most - least) // 3
+        by_rank = run_ranks(2, plans, budget, strategy)
+        assert by_rank[0]["hash"] == by_rank[1]["hash"]
+        assert all(one["measured"] for one in by_rank)
+        found[name] = by_rank[0]
+    for name, one in found.items():
+        assert one["losses"] == pytest.approx(found["room"]["losses"], rel=1e-5), name
+    assert found["room"]["kept"] > found["tight"]["kept"]
+    assert found["tight"]["predicted"] <= budget
+    assert 0 == found["on demand"]["kept bytes"] < found["tight"]["kept bytes"] < 0.8 * found["room"]["kept bytes"]
+    assert found["on demand"]["kept"] == 0 and found["on demand"]["gathers"] > 2 * found["room"]["gathers"]
+    assert found["per block"]["launches"] > 2
+
+
+def nothing_saved(rank: int, world: int) -> None:
+    """Under a budget that keeps nothing, what autograd saves holds no whole weight, nor a transposed one."""
+    torch.manual_seed(1)
+    model = Llama(layers=2, size=32, tied=False)
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    deepcompile.shard(model, config(compile={"strategy": "on_demand"}))
+    saved: list[tuple[int, ...]] = []
+    compiled = torch.compile(model, backend="deepcompile")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        loss = compiled(Llama.batch(torch.Generator()))
+    assert saved and not shapes & set(saved)
+    assert sharding_of(model).runtime.stats()["gathered_bytes_live"] == 0
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert sharding_of(model).runtime.stats()["gathered_bytes_live"] == 0
+
+
+def test_whole_weights_are_gathered_again_in_the_backward_and_never_saved() -> None:
+    run_ranks(2, nothing_saved)
+
+
+class WithCheckpoints(Llama):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class WithAutocast(Llama):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(tokens)
+
+
+class WithGraphBreak(Llama):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class WithEagerPart(Llama):
+    @torch._dynamo.disable
+    def skipped(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.skipped(self.blocks[0](self.embed(tokens[:, :-1])))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def like_eager(rank: int, world: int, make: type[Llama], backend: str, tolerance: float, stage: int) -> None:
+    results = []
+    for compiles in (False, {"backend": backend}):
+        torch.manual_seed(2)
+        model = make()
+        engine = deepcompile.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            {"zero_optimization": {"stage": stage}, "timeout": 60, "compile": compiles},
+        )
+        losses = []
+        for step in range(5):
+            if step in (2, 4):
+                engine.eval()
+                with torch.no_grad():
+                    losses.append(engine(Llama.batch(torch.Generator().manual_seed(99))).item())
+                engine.train()
+            loss = engine(Llama.batch(torch.Generator().manual_seed(10 * step + rank)))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        results.append(losses)
+        engine.close()
+    assert results[1] == pytest.approx(results[0], rel=tolerance)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("make", [WithCheckpoints, WithAutocast, WithGraphBreak, WithEagerPart])
+def test_models_with_checkpoints_autocast_breaks_and_eager_parts_train_like_eager(
+    make: type[Llama], stage: int
+) -> None:
+    tolerance = 2e-2 if make is WithAutocast else 1e-5
+    run_ranks(2, like_eager, make, "aot_eager", tolerance, stage)
+
+
+def layers_share_code(rank: int, world: int, sharded: bool) -> int:
+    counters.clear()
+    torch.manual_seed(2)
+    model = WithGraphBreak(layers=10)
+    counter = CompileCounterWithBackend("deepcompile" if sharded else "aot_eager")
+    if sharded:
+        deepcompile.shard(model, config())
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(2):
+        compiled(Llama.batch(torch.Generator())).backward()
+    return counter.frame_count
+
+
+def test_equal_layers_share_compiled_code_as_under_plain_compile() -> None:
+    assert run_ranks(2, layers_share_code, True)[0] == run_ranks(1, layers_share_code, False)[0]
+
+
+def shapes_change(rank: int, world: int, sharded: bool) -> tuple[int, int, list[float]]:
+    """Each rank meets new lengths at steps of its own."""
+    torch.manual_seed(2)
+    model = Llama()
+    counter = CompileCounterWithBackend("deepcompile" if sharded else "aot_eager")
+    if sharded:
+        deepcompile.shard(model, config())
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    losses = []
+    lengths = ((9, 9, 12, 15), (9, 12, 12, 7))[rank]
+    for step, length in enumerate(lengths):
+        tokens = torch.randint(0, 31, (2, length), generator=torch.Generator().manual_seed(step + 10 * rank))
+        loss = compiled(tokens)
+        loss.backward()
+        losses.append(loss.item())
+    return counter.frame_count, len(counters["graph_break"]), losses
+
+
+def test_shapes_that_change_at_different_steps_recompile_as_often_as_plain_and_hang_nothing() -> None:
+    ours = run_ranks(2, shapes_change, True)
+    plain = run_ranks(2, shapes_change, False)
+    for rank in range(2):
+        assert ours[rank][:2] == plain[rank][:2]
+        assert ours[rank][2] == pytest.approx(plain[rank][2], rel=1e-5)
+
+
+def compiles_alone(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    deepcompile.shard(model, config() | {"timeout": 1.0})
+    compiled = torch.compile(lambda x, both: model(x) if both else model[0](x), backend="deepcompile")
+    compiled(torch.ones(2, 4), True)
+    if rank == 0:
+        compiled(torch.ones(2, 4), False)
+    else:
+        import time
+
+        time.sleep(5)
+
+
+def test_a_rank_that_compiles_alone_is_told_who_did_not() -> None:
+    with pytest.raises(RankFailed, match="rank 0 compiled a new graph, and rank 1 did not within 1 seconds"):
+        run_ranks(2, compiles_alone, timeout=60)
+
+
+def generated(rank: int, world: int) -> tuple[list[str], list[list[str]]]:
+    torch.manual_seed(1)
+    model = Llama(layers=3, size=32, tied=False)
+    deepcompile.shard(model, config(3, "inductor", compile={"strategy": "per_block"}))
+    compiled = torch.compile(model, backend="deepcompile")
+
+    def step() -> None:
+        compiled(Llama.batch(torch.Generator())).backward()
+
+    _, codes = run_and_get_code(step)
+    plan = sharding_of(model).planner.training_step().plan
+    planned = []
+    for phase in ("forward", "backward"):
+        graph = plan.graphs[phase]
+        events = [(launch.segment, 0, "prefetch") for launch in graph.launches]
+        events += [(take.segment, 1, "gather") for take in graph.takes]
+        planned.append([kind for _, _, kind in sorted(events)])
+    return codes, planned
+
+
+def test_inductor_keeps_the_planned_order_of_launches_gathers_and_products() -> None:
+    codes, planned = run_ranks(2, generated)[0]
+    assert len(codes) == 2
+    for code, expected in zip(codes, planned, strict=True):
+        body = code[code.index("def call(") :]
+        calls = re.findall(
+            r"torch\.ops\.dc\.(prefetch|gather)_shards?\.default\(|extern_kernels\.(\w+)\(|(cpp_fused\w*)\(", body
+        )
+        order = [dc or ("product" if product else "kernel") for dc, product, _ in calls]
+        assert [one for one in order if one in ("prefetch", "gather")] == expected
+        assert order.count("prefetch") >= 3
+        # Launches lie between products, not all before the first or behind the last.
+        products = [index for index, one in enumerate(order) if one == "product"]
+        prefetches = [index for index, one in enumerate(order) if one == "prefetch"]
+        assert sum(products[0] < index < products[-1] for index in prefetches) >= 2
+        # Each gather stands right before what needs it: products lie between the gathers of large weights.
+        gathers = [index for index, one in enumerate(order) if one == "gather"]
+        between = sum(any(a < p < b for p in products) for a, b in itertools.pairwise(gathers))
+        assert between >= 3
+        # What is not kept is let go after its last use.
+        assert len(re.findall(r"del buf\d+", body)) > 10
+
+
+def fused_kernels(rank: int, world: int, sharded: bool) -> list[int]:
+    torch.manual_seed(1)
+    model = Llama(layers=2, size=32)
+    if sharded:
+        deepcompile.shard(model, config(3, "inductor"))
+    compiled = torch.compile(model, backend="deepcompile" if sharded else "inductor")
+    _, codes = run_and_get_code(lambda: compiled(Llama.batch(torch.Generator())).backward())
+    return [len(re.findall(r"^ +cpp_fused\w*\(", code, re.M)) for code in codes]
+
+
+def test_planned_graphs_have_few_more_kernels_than_unsharded_ones() -> None:
+    ours, plain = run_ranks(2, fused_kernels, True)[0], run_ranks(1, fused_kernels, False)[0]
+    assert ours[0] <= plain[0] + 2 and ours[1] <= plain[1] + 2, (ours, plain)

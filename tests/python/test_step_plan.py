@@ -1,0 +1,131 @@
+"""From traced graphs to segments, plans and rewritten graphs, without other ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import deepcompile
+from deepcompile import plan as planner
+from deepcompile.profile import measured_machine, segment_seconds
+from deepcompile.segments import GATHER, PREFETCH, cut, mark_params
+from deepcompile.sharding import sharding_of
+from deepcompile.step_plan import FORWARD, GraphPlan, Launch, ParamFacts, Take, apply_plan, step_graph_text, step_plan
+from harness import run_ranks
+
+
+def traced(names: dict[str, str] | None = None) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Two large weights, a small one, and the first again: wa, norm, wb, wa. Placeholders: x, wa, wb, norm."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict(
+        {
+            "wa": nn.Parameter(torch.randn(64, 64)),
+            "wb": nn.Parameter(torch.randn(64, 64)),
+            "norm": nn.Parameter(torch.randn(64)),
+        }
+    )
+    deepcompile.shard(model, {"timeout": 20})
+    graph_id = sharding_of(model).graph_id
+    shards = [model._parameters[name].detach() for name in ("wa", "wb", "norm")]
+
+    def forward(x: torch.Tensor, wa: torch.Tensor, wb: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        def read(shard: torch.Tensor, shape: list[int]) -> torch.Tensor:
+            return torch.ops.dc.gather_shard(shard, graph_id, shape, torch.float32)
+
+        first = read(wa, [64, 64])
+        y = torch.relu(x @ first.t()) * read(norm, [64])
+        y = torch.tanh(y @ read(wb, [64, 64]).t())
+        return y @ first
+
+    inputs = [torch.randn(3, 64), *shards]
+    module = make_fx(forward, tracing_mode="fake")(*inputs)
+    mark_params([module], {f"{name}_1": name for name in ("wa", "wb", "norm")})
+    traced.model = model  # keeps the sharding alive
+    return module, inputs
+
+
+def cuts(rank: int, world: int) -> None:
+    module, _ = traced()
+    segments = cut(module)
+    assert [segment.uses for segment in segments.segments] == [[], ["wa", "norm"], ["wb"], ["wa"]]
+    assert all(segment.seconds > 0 for segment in segments.segments[1:])
+    assert segments.params["wa"].bytes == 64 * 64 * 4
+
+
+def test_a_segment_begins_where_a_large_parameter_is_used_and_small_ones_join_it() -> None:
+    run_ranks(1, cuts)
+
+
+def rewrites(rank: int, world: int) -> None:
+    module, inputs = traced()
+    expected = module(*inputs)
+    plan = GraphPlan(
+        takes=(Take(1, "wa", False, 1), Take(1, "norm", False, 1), Take(2, "wb", False, 2), Take(3, "wa", False, 3)),
+        launches=(Launch(0, ("wa", "norm")), Launch(1, ("wb",)), Launch(2, ("wa",))),
+    )
+    assert apply_plan(module, plan)
+    order = [
+        {GATHER: "gather", PREFETCH: "prefetch"}.get(node.target, "product")
+        for node in module.graph.nodes
+        if node.target in (GATHER, PREFETCH, torch.ops.aten.mm.default)
+    ]
+    assert order == [
+        "prefetch", "prefetch", "gather", "gather", "product", "prefetch", "gather", "product", "gather", "product"
+    ]  # fmt: skip
+    assert torch.equal(module(*inputs), expected)
+    stats = sharding_of(traced.model).runtime.stats()
+    assert stats["gathered_bytes_live"] == 0
+
+
+def test_a_parameter_that_is_released_between_two_uses_is_gathered_again() -> None:
+    run_ranks(1, rewrites)
+
+
+def refuses(rank: int, world: int) -> None:
+    module, inputs = traced()
+    expected = module(*inputs)
+    uncovered = GraphPlan(
+        takes=(Take(1, "wa", False, 1), Take(1, "norm", False, 1), Take(2, "wb", False, 2)), launches=()
+    )
+    assert not apply_plan(module, uncovered)
+    assert torch.equal(module(*inputs), expected)
+
+
+def test_a_graph_of_another_structure_is_left_as_it_is() -> None:
+    run_ranks(1, refuses)
+
+
+def from_planner(rank: int, world: int, strategy: str) -> None:
+    module, inputs = traced()
+    expected = module(*inputs)
+    segments = cut(module)
+    facts = {name: ParamFacts(p.bytes, 0, 0, False) for name, p in segments.params.items()}
+    seconds = {FORWARD: [segment.seconds for segment in segments.segments]}
+    text = step_graph_text("test", {FORWARD: segments}, facts, 2, seconds, [])
+    planned = planner.plan(planner.StepGraph(text), planner.preset("2xcpu"), budget=1 << 20, strategy=strategy)
+    result = step_plan(text, planned, {FORWARD: segments}, facts)
+    assert apply_plan(module, result.graphs[FORWARD])
+    assert torch.equal(module(*inputs), expected)
+
+
+@pytest.mark.parametrize("strategy", ["on_demand", "per_block", "published", "planned"])
+def test_a_plan_of_every_strategy_computes_the_same(strategy: str) -> None:
+    run_ranks(1, from_planner, strategy)
+
+
+def test_segments_are_measured_between_the_waits_and_share_where_they_wait_for_nothing() -> None:
+    plan = GraphPlan(takes=(Take(0, "a", False, 0), Take(0, "b", False, 2), Take(3, "c", False, 3)), launches=())
+    takes = [("a", 100, 200), ("b", 210, 300), ("c", 900, 1000)]
+    found = segment_seconds(plan, takes, 0, 1500, [1.0, 3.0, 2.0, 5.0])
+    assert found == pytest.approx([100e-9, 300e-9, 200e-9, 500e-9])
+    assert segment_seconds(plan, takes[:2], 0, 1500, [1.0, 3.0, 2.0, 5.0]) is None
+
+
+def test_a_measured_curve_never_falls_and_replaces_the_one_before() -> None:
+    machine = planner.preset("2xcpu")
+    for _ in range(2):
+        machine = measured_machine(machine, {1000: 2e-5, 2000: 1e-5, 4000: 3e-5}, {})
+    assert machine.text.count("gather ") == 1
+    assert "gather 1000:20us 2000:20us 4000:30us" in machine.text
