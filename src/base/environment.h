@@ -11,8 +11,8 @@ struct Environment {
   // at once, on a thread of its own, or chosen by what the communicator and the cores allow (docs/runtime.md).
   std::string cpu_stream = "auto";
 
-  // DEEPCOMPILE_COMMUNICATOR = auto | c10d. What carries the runtime's collectives on CPU: shared memory where the ranks share
-  // a host, or always a backend of torch.distributed.
+  // DEEPCOMPILE_COMMUNICATOR = auto | c10d. What carries the runtime's collectives on CPU: shared memory where the
+  // ranks share a host, or always a backend of torch.distributed.
   std::string communicator = "auto";
 
   // DEEPCOMPILE_LOG = error | warning | info | debug. What is written to standard error.
