@@ -45,6 +45,7 @@ test-python: build
 	$(PYTHON) -m pytest tests/python -q -m "not slow"
 
 test-all: test-cpp
+	$(PYTHON) -m pip install -q $(TORCH) -r tests/requirements-transformers.txt
 	$(PYTHON) -m pytest tests/python -q
 
 demo: build
