@@ -56,12 +56,14 @@ class ShmCommunicator final : public Communicator {
     for (const ReducePart& part : parts) {
       runs_.push_back(runOf(part.receive));
     }
-    shm::reduceScatter(group(), table_, runs_, typeOf(first), engineOp(op), tag);
+    const Reduction how = reduction(first, op);
+    shm::reduceScatter(group(), table_, runs_, how.dtype, how.op, tag);
   }
 
   void doAllReduce(const at::Tensor& tensor, ReduceOp op) override {
     std::byte* data = dataOf(tensor);
-    shm::allReduce(group(), data, data, tensor.numel(), typeOf(tensor), engineOp(op));
+    const Reduction how = reduction(tensor, op);
+    shm::allReduce(group(), data, data, tensor.numel() * how.factor, how.dtype, how.op);
   }
 
   void doBroadcast(const at::Tensor& tensor, int root) override {
@@ -92,14 +94,9 @@ class ShmCommunicator final : public Communicator {
   }
 
   static std::byte* dataOf(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
-  static shm::ReduceOp engineOp(ReduceOp op) {
-    return op == ReduceOp::Average ? shm::ReduceOp::Average : shm::ReduceOp::Sum;
-  }
-  static shm::DType typeOf(const at::Tensor& tensor) {
-    const auto dtype = engineType(tensor.scalar_type());
-    check(dtype.has_value(),
-          [&] { return concat("no reduction of ", tensor.dtype().name(), " through shared memory"); });
-    return *dtype;
+  static Reduction reduction(const at::Tensor& tensor, ReduceOp op) {
+    return reductionOf(tensor.scalar_type(), op == ReduceOp::Average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM,
+                       "a reduction");
   }
 
   const std::shared_ptr<shm::Group> group_;
