@@ -6,15 +6,27 @@ import argparse
 import sys
 
 from deepcompile.checkpoint import CheckpointError, consolidate
+from deepcompile.plan.__main__ import main as planner
+
+#: Commands of the planner, which reads its own arguments: what they are, for the list of commands.
+_PLANNER = {
+    "plan": "plan a step graph that is written in a file",
+    "simulate": "predict the step of a known model on a described machine",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in _PLANNER:
+        return planner(arguments)
     parser = argparse.ArgumentParser(prog="deepcompile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("consolidate", help="whole parameters of a checkpoint as one safetensors file")
     one.add_argument("folder", help="the folder that was given to engine.save_checkpoint")
     one.add_argument("out", help="the file to write, for example model.safetensors")
     one.add_argument("--name", help="which checkpoint of the folder; the latest when left out")
+    for name, meaning in _PLANNER.items():
+        commands.add_parser(name, help=meaning)
     options = parser.parse_args(arguments)
     try:
         count = consolidate(options.folder, options.out, options.name)

@@ -1,0 +1,32 @@
+"""The command ``deepcompile``."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepcompile.__main__ import main
+
+
+def test_simulate_compares_the_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "simulate --model gpt2-small --machine 8xa100 --nodes 1 --batch 1 --seq 512 --accumulate 1 --compare"
+    assert main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    assert all(strategy in out for strategy in ("on_demand", "per_block", "published", "planned"))
+
+
+def test_an_unknown_model_is_an_error_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--model", "llama3-80b", "--machine", "8xh100"]) != 0
+    assert "llama3-8b" in capsys.readouterr().err
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("consolidate", "plan", "simulate"))
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["consolidate", str(tmp_path), f"{tmp_path}/out.safetensors"]) == 1
+    assert "deepcompile:" in capsys.readouterr().err
