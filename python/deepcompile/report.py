@@ -78,7 +78,10 @@ def explain(engine: Engine) -> Explanation:
     if times.seconds:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
-        rows.append(("waited for collectives", f"{_seconds(statistics.median(times.waited))} a step"))
+        waited = f"{_seconds(statistics.median(times.waited))} a step"
+        if stats["cpu_stream"] == "inline":
+            waited = "not told apart: collectives run on the caller's thread"
+        rows.append(("waited for collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
     rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))

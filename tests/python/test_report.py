@@ -40,6 +40,8 @@ def explains(rank: int, world: int, path: str) -> None:
     assert "from measured times" in rows["plan"]
     for key in ("predicted step", "measured step", "waited for collectives", "predicted peak", "kept to the backward"):
         assert rows[key]
+    inline = engine.stats()["cpu_stream"] == "inline"
+    assert ("caller's thread" in rows["waited for collectives"]) == inline  # never a nought that nobody measured
     assert "decisions, the most exposed first" in str(engine.explain())
     said = [line for line in records if line.startswith("deepcompile: ZeRO-3 on 2 ranks, plan '")]
     assert len(said) == (1 if rank == 0 else 0)
