@@ -14,6 +14,7 @@
 #include "deepcompile/base/log.h"
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_stream.h"
 #include "deepcompile/runtime/z1_executor.h"
 #include "deepcompile/runtime/z2_executor.h"
@@ -348,6 +349,22 @@ void Runtime::reset() {
   agreed_ = false;
 }
 
+void Runtime::sumOverRanks(const at::Tensor& tensor) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  context_->late_error->raise();
+  check(tensor.device() == device_ && tensor.is_contiguous(), [&] {
+    return concat("sum_over_ranks: the tensor must be contiguous and on ", device_.str(), " (", context_->place, ")");
+  });
+  if (context_->size == 1) {
+    return;
+  }
+  runCollective(
+      *reduce_stream_, [place = context_->place] { return concat("a sum over the ranks on ", place); },
+      [comm = channels_.reduce, tensor] { comm->allReduce(tensor, ReduceOp::Sum); });
+  context_->await(reduce_stream_->record());
+}
+
 void Runtime::close() {
   if (!open_) {
     return;
@@ -358,6 +375,10 @@ void Runtime::close() {
       stream->synchronize(context_->deadline());
     } catch (const std::exception& error) {
       log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+      if (context_->device_order) {  // what hangs on a device would hang whoever waits for it next
+        channels_.gather->abort();
+        channels_.reduce->abort();
+      }
     }
   }
   if (watchdog_ != nullptr) {
