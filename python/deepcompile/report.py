@@ -80,8 +80,8 @@ def explain(engine: Engine) -> Explanation:
         rows.append(("measured step", measured))
         waited = f"{_seconds(statistics.median(times.waited))} a step"
         if stats["cpu_stream"] == "inline":
-            waited = "not told apart: collectives run on the caller's thread"
-        rows.append(("waited for collectives", waited))
+            waited += ", all of them: they run on the caller's thread"
+        rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
     rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))

@@ -86,6 +86,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gradients_reduced"] = stats.gradients_reduced.load();
   all["gradients_missing"] = stats.gradients_missing.load();
   all["gradients_parked"] = stats.gradients_parked.load();
+  all["gradients_in_place"] = stats.gradients_in_place.load();
   all["buckets_flushed"] = stats.buckets_flushed.load();
   all["activations_freed"] = stats.activations_freed.load();
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
@@ -145,6 +146,12 @@ void bindRuntime(py::module_& module) {
       .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
       .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), py::kw_only(),
            py::arg("reduce_at_update") = false, NoGil())
+      .def(
+          "empty",
+          [](Runtime& runtime, const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
+            return runtime.channels().gather->empty(sizes, at::TensorOptions().dtype(dtype));
+          },
+          py::arg("sizes"), py::arg("dtype"), NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())

@@ -45,6 +45,19 @@ class Context {
   double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
 
+  // A collective of `bytes` bytes that began at `started` has ended. Where it ran on the caller's thread, the caller
+  // waited for it.
+  void noteCollective(Timeline::Kind kind, std::int64_t first_id, std::int64_t bytes, std::int64_t started,
+                      bool on_callers_thread) {
+    if (on_callers_thread) {
+      stats.waits.fetch_add(1, std::memory_order_relaxed);
+      stats.wait_nanoseconds.fetch_add(Timeline::now() - started, std::memory_order_relaxed);
+    }
+    if (timeline->recording()) {
+      timeline->add(kind, first_id, bytes, started);
+    }
+  }
+
   // Waits on behalf of the caller, and counts it.
   void await(const Event& event) {
     if (event.trivial()) {

@@ -1,12 +1,14 @@
 #include "deepcompile/runtime/executor.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/ScopeExit.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/text.h"
@@ -112,6 +114,12 @@ void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& gra
   });
 }
 
+at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+  given_ = true;
+  const auto end = c10::make_scope_exit([this] { given_ = false; });
+  return reduceGrad(std::move(grad_tensor), ds_id);
+}
+
 at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
@@ -138,12 +146,17 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
     return result;
   }
   std::vector<ArrivedGradient> ready;
-  if (!order_->goesNow(ds_id)) {
-    // The caller may use the gradient's memory for something else once this call returns.
-    grad_tensor = grad_tensor.clone();
+  const bool goes_now = order_->goesNow(ds_id);
+  if (!goes_now) {
+    if (!given_) {
+      grad_tensor = grad_tensor.clone();  // the caller may use its memory for something else once this call returns
+    }
     context_->stats.gradients_parked.fetch_add(1, std::memory_order_relaxed);
   }
   order_->arrive(ds_id, std::move(grad_tensor), ready);
+  if (goes_now) {
+    ready[0].given = given_;
+  }
   for (const ArrivedGradient& arrived : ready) {
     enter(arrived);
   }
@@ -209,8 +222,14 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     flushReduceBucket(dtype);
     bucket = reduce_buckets_->getBuffer(dtype);
   }
-  bucket->reserve(size);
   user = this;
+  if (arrived.given && goesAsItIs(param, grad)) {
+    bucket->adopt(size);
+    reduce_tasks_[dtype].emplace_back(arrived.id, grad, grad.view({-1}));
+    context_->stats.gradients_in_place.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  bucket->reserve(size);
   const at::Tensor slice = bucket->allocate(size);
   runDetached(
       *copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
@@ -226,6 +245,17 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (copy_stream_->record().passed()) {
     task.dropGradient();
   }
+}
+
+// Halves and quarters are exact, and 16-bit types are summed in fp32.
+bool CustomOpExecutor::dividesInSum() const {
+  return !pre_div_reduce_ || std::has_single_bit(static_cast<unsigned>(comm_->size()));
+}
+
+bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
+  return comm_->takesSeparateTensors() && sendsTasksOneByOne() && dividesInSum() && grad.defined() &&
+         grad.scalar_type() == param.getReduceDtype() && param.numel() == param.getPaddedNumel() &&
+         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg();
 }
 
 void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
@@ -260,7 +290,9 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
     rs_stream_->synchronize(context_->deadline());
   }
   blockCopyEvents(scalar_type);
-  applyPreDivision(scalar_type);
+  if (!dividesInSum()) {
+    applyPreDivision(scalar_type);
+  }
 
   struct Accumulation {
     at::Tensor buffer;
@@ -274,7 +306,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   const auto count = static_cast<std::int64_t>(tasks.size());
   const auto options = tasks[0].getSendBuf().options();
   // One more column: whether this rank has gradients beyond the expected ones (reduceSurplus).
-  const at::Tensor presence = at::ones({comm_->size(), count + 1}, options);
+  const at::Tensor presence = comm_->empty({comm_->size(), count + 1}, options).fill_(1);
   presence.select(1, count).fill_(order_ && order_->hasSurplus() ? 1 : 0);
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
@@ -309,20 +341,19 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
                                   join_as_str(ids, ", ", 100), ", ", scalar_type, ") on ", place());
   runDetached(
       *rs_stream_, [what] { return what; },
-      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(), tag,
-       timeline = context_->timeline, first = tasks[0].getDSId(),
+      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations),
+       op = dividesInSum() ? ReduceOp::Average : ReduceOp::Sum, tag, context = context_, first = tasks[0].getDSId(),
+       inline_stream = rs_stream_->runsInline(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
-        const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
+        const std::int64_t started = Timeline::now();
         agreeOnCollective(*comm, signature);
         comm->reduceScatter(parts, op, tag);
-        if (started != 0) {
-          std::int64_t bytes = 0;
-          for (const ReducePart& part : parts) {
-            bytes += static_cast<std::int64_t>(part.send.nbytes());
-          }
-          timeline->add(Timeline::Kind::Reduce, first, bytes, started);
+        std::int64_t bytes = 0;
+        for (const ReducePart& part : parts) {
+          bytes += static_cast<std::int64_t>(part.send.nbytes());
         }
+        context->noteCollective(Timeline::Kind::Reduce, first, bytes, started, inline_stream);
         for (const Accumulation& a : accumulations) {
           if (a.add) {
             a.buffer.add_(a.received);

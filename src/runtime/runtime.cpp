@@ -46,8 +46,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       bucket_size_(initial_reduce_bucket_size),
       registry_(std::make_shared<DSParamRegistry>()),
       pool_(std::make_shared<BufferPool>(c10::GetCPUAllocator())),
-      reduce_buckets_(
-          std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size, context_->config.double_buffer)),
+      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(
+          initial_reduce_bucket_size, context_->config.double_buffer, at::kCPU, channels_.reduce)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
                                 : chooseCpuStreamMode(Environment::read().cpu_stream, channels_.gather->spins(),
                                                       local_ranks, at::get_num_threads(), usableCores())),

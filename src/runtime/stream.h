@@ -64,6 +64,8 @@ class Stream {
   virtual void wait(const Event& event, Deadline deadline) = 0;
   // Blocks the caller until all work given so far has run; throws like Event::wait.
   virtual void synchronize(Deadline deadline) = 0;
+  // True when work runs on the caller's thread, within run().
+  virtual bool runsInline() const { return false; }
 };
 
 enum class CpuStreamMode { Inline, Worker };

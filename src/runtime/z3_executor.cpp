@@ -116,21 +116,19 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   };
   runDetached(*gather_.stream, std::move(what),
               [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
-               timeline = context_->timeline, first = wanted[0].id] {
-                const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
+               context = context_, first = wanted[0].id, inline_stream = gather_.stream->runsInline()] {
+                const std::int64_t started = Timeline::now();
                 std::vector<GatherPart> cast;  // before it travels, so that fewer bytes do
                 for (const GatherPart& part : parts) {
                   cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
                 }
                 agreeOnCollective(*comm, signature);
                 comm->allGather(cast);
-                if (started != 0) {
-                  std::int64_t bytes = 0;
-                  for (const GatherPart& part : parts) {
-                    bytes += static_cast<std::int64_t>(part.full.nbytes());
-                  }
-                  timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                std::int64_t bytes = 0;
+                for (const GatherPart& part : parts) {
+                  bytes += static_cast<std::int64_t>(part.full.nbytes());
                 }
+                context->noteCollective(Timeline::Kind::Gather, first, bytes, started, inline_stream);
               });
   Event ready = gather_.stream->record();
   for (const Launched& one : launched) {
