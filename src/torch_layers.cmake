@@ -17,7 +17,7 @@ add_library(
   comm/shm_tensors.cpp
   comm/shm_work.cpp
   ops/autograd.cpp
-  ops/cpu.cpp
+  ops/devices.cpp
   ops/functionalize.cpp
   ops/inference_all_reduce.cpp
   ops/kernels.cpp
@@ -25,6 +25,8 @@ add_library(
   ops/schemas.cpp
   runtime/agreement.cpp
   runtime/buffer_pool.cpp
+  runtime/device_kernels.cpp
+  runtime/device_stream.cpp
   runtime/executor.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
@@ -37,6 +39,8 @@ add_library(
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
+  runtime/timeline.cpp
+  runtime/watchdog.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).

@@ -149,7 +149,7 @@ void bindRuntime(py::module_& module) {
       .def(
           "empty",
           [](Runtime& runtime, const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
-            return runtime.channels().gather->empty(sizes, at::TensorOptions().dtype(dtype));
+            return runtime.channels().gather->empty(sizes, at::TensorOptions().dtype(dtype).device(runtime.device()));
           },
           py::arg("sizes"), py::arg("dtype"), NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())

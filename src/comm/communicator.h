@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -79,6 +80,15 @@ class Communicator {
   // True when many separate tensors are reduced as fast as the same elements in one piece, so that nothing is gained by
   // packing them first.
   virtual bool takesSeparateTensors() const { return false; }
+
+  // True when the shard of a gather may lie in its own place of the result.
+  virtual bool gathersInPlace() const { return false; }
+
+  // True when ReduceOp::Average divides before it adds, at no cost: no overflow in 16 bits.
+  virtual bool averageDividesFirst() const { return false; }
+
+  // What the communicator has noticed by itself: an error of an operation that was enqueued on a device.
+  virtual std::optional<std::string> brokenBy() { return std::nullopt; }
 
   // Makes pending and later operations of this rank fail soon. For teardown after an error.
   virtual void abort() = 0;

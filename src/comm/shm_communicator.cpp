@@ -1,6 +1,7 @@
 #include "deepcompile/comm/shm_communicator.h"
 
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <utility>
 
@@ -34,6 +35,9 @@ class ShmCommunicator final : public Communicator {
   }
 
   bool takesSeparateTensors() const override { return true; }
+
+  // Sums of 16-bit types are taken in fp32, and halves and quarters are exact: the order makes no difference.
+  bool averageDividesFirst() const override { return std::has_single_bit(static_cast<unsigned>(size())); }
 
   // What one rank gives up the others cannot go on with either.
   void abort() override { group_->poison(concat("rank ", rank(), " has aborted the group '", group_->name(), "'")); }

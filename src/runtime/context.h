@@ -35,6 +35,9 @@ class Context {
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.
   std::mutex mutex;
 
+  // True where work is ordered on a device and the host does not wait for it. Set before anything runs.
+  bool device_order = false;
+
   // While true, reductions and frees are skipped.
   std::atomic<bool> profiling{false};
   // Set when the first step has ended.
@@ -45,17 +48,10 @@ class Context {
   double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
 
-  // A collective of `bytes` bytes that began at `started` has ended. Where it ran on the caller's thread, the caller
-  // waited for it.
-  void noteCollective(Timeline::Kind kind, std::int64_t first_id, std::int64_t bytes, std::int64_t started,
-                      bool on_callers_thread) {
-    if (on_callers_thread) {
-      stats.waits.fetch_add(1, std::memory_order_relaxed);
-      stats.wait_nanoseconds.fetch_add(Timeline::now() - started, std::memory_order_relaxed);
-    }
-    if (timeline->recording()) {
-      timeline->add(kind, first_id, bytes, started);
-    }
+  // The caller was kept from its own work since `began` (Timeline::now).
+  void countWait(std::int64_t began) {
+    stats.waits.fetch_add(1, std::memory_order_relaxed);
+    stats.wait_nanoseconds.fetch_add(Timeline::now() - began, std::memory_order_relaxed);
   }
 
   // Waits on behalf of the caller, and counts it.
@@ -63,11 +59,10 @@ class Context {
     if (event.trivial()) {
       return;
     }
-    const auto start = Clock::now();
-    stats.waits.fetch_add(1, std::memory_order_relaxed);
+    const std::int64_t began = Timeline::now();
     // The operation's own deadline is to come first, because it can say more.
     event.wait(deadline() + std::chrono::seconds(10));
-    stats.wait_nanoseconds.fetch_add(std::chrono::nanoseconds(Clock::now() - start).count(), std::memory_order_relaxed);
+    countWait(began);
   }
 };
 
