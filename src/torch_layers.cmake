@@ -6,6 +6,7 @@ add_library(
   comm/inference_group.cpp
   comm/interpreter.cpp
   comm/ordered_sum.cpp
+  comm/roll_call.cpp
   comm/shared_tensor.cpp
   comm/shm_backend.cpp
   comm/shm_backend_gathers.cpp
@@ -54,6 +55,8 @@ Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)
+
+include(cuda_parts.cmake)
 
 # In place the libraries lie where the installed package has them. Relative run paths, so that the package can be moved;
 # torch's libraries are in the process already when the module is loaded.

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
-from deepcompile import _channels
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
 from deepcompile.segments import Segments, cut, structure_hash
@@ -35,17 +37,17 @@ _SOCKETS = "inside latency=100us bandwidth=1GB"
 _SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
 #: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
 _BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
+#: The runtime does not offload yet, so that is made too slow to pay.
+_NO_OFFLOAD = "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
 
 
 def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
-    stats = sharding.runtime.stats()
-    slowdown = _INSTEAD_OF_COMPUTE if stats["cpu_stream"] == "inline" else _BESIDE_COMPUTE
-    return planner.Machine(
-        f"machine this like 2xcpu\n{_SHARED_MEMORY if stats['shared_memory'] else _SOCKETS}\nslowdown {slowdown}\n"
-        # The runtime does not offload yet, so that is made too slow to pay.
-        "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
-        f"devices {max(1, sharding.world)}\n"
-    )
+    text = "machine this like 8xh200\n"
+    if sharding.runtime.device.type == "cpu":
+        slowdown = _INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE
+        link = _SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS
+        text = f"machine this like 2xcpu\n{link}\nslowdown {slowdown}\n"
+    return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
 
 
 @dataclasses.dataclass
@@ -89,8 +91,12 @@ class StepPlanner:
         }
 
     def _agree_on_budget(self) -> int:
-        own = self._config.memory_budget or available_memory() // _channels.ranks_on_this_host(self._sharding.group)
-        return min(int(text) for text in self._agreement.exchange(str(own), "is about to plan"))
+        """What each rank may use: of the memory that it shares with others, its part."""
+        device = self._sharding.runtime.device
+        free = available_memory(device)
+        said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
+        sharing = Counter(name for _, name in said)
+        return self._config.memory_budget or min(int(bytes_) // sharing[name] for bytes_, name in said)
 
     def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
@@ -169,8 +175,18 @@ class StepPlanner:
         return training[0] if len(training) == 1 else None
 
 
-def available_memory() -> int:
-    """Bytes that could be used on this host, now."""
+def memory_name(device: torch.device) -> str:
+    """The same for ranks that share one memory."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return platform.node() or "host"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that could be used on the device (the host for CPU), now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo") as file:
             for line in file:

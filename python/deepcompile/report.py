@@ -79,7 +79,7 @@ def explain(engine: Engine) -> Explanation:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
         waited = f"{_seconds(statistics.median(times.waited))} a step"
-        if stats["cpu_stream"] == "inline":
+        if sharding.collectives_stop_compute:
             waited += ", all of them: they run on the caller's thread"
         rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))

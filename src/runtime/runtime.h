@@ -71,6 +71,9 @@ class Runtime {
   void invalidateGatheredParam(std::int64_t ds_id);
   void clearAllGatheredParams();
 
+  // The sum over all ranks, in place and in the caller's order. A collective; behind the reductions in flight.
+  void sumOverRanks(const at::Tensor& tensor);
+
   // Waits for what is in flight and lets go of everything. Errors of work in flight are logged, not thrown.
   void close();
 
