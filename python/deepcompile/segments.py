@@ -101,7 +101,9 @@ def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
         source = value.args[0] if value.target is operator.getitem else value
         if not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload):
             return False
-        is_view = source.target._opname == "_unsafe_view" or any(out.alias_info for out in source.target._schema.returns)
+        is_view = source.target._opname == "_unsafe_view" or any(
+            out.alias_info for out in source.target._schema.returns
+        )
         if not is_view:
             return True
         value, reader = (source, value) if source is not value else (value.args[0], value)

@@ -47,7 +47,8 @@ std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config
   channels.control = gather == control ? channels.gather : communicatorOf(control, context->traffic);
   // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
   // so the runtime is destroyed without it, wherever the last reference goes.
-  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks, device, makeRollCall(store, group->getRank(), group->getSize())),
+  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks,
+                                              device, makeRollCall(store, group->getRank(), group->getSize())),
                                   [](Runtime* runtime) {
                                     if (PyGILState_Check() != 0) {
                                       const py::gil_scoped_release no_gil;
@@ -130,7 +131,8 @@ void bindRuntime(py::module_& module) {
   py::class_<Channel, std::shared_ptr<Channel>>(module, "Channel");
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&makeRuntime), py::arg("process_group"), py::arg("config"), py::arg("initial_reduce_bucket_size"),
-           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"), py::arg("device"), py::arg("store"))
+           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"), py::arg("device"),
+           py::arg("store"))
       .def(
           "register_param",
           [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,

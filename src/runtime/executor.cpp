@@ -365,8 +365,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   runCollective(
       *rs_stream_, [what] { return what; },
       [comm = comm_, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
-       context = context_, first = tasks[0].getDSId(),
-       on_callers_thread = rs_stream_->followsCaller(),
+       context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
         const std::int64_t began = Timeline::now();

@@ -59,7 +59,7 @@ void DoubleBufferedReduceBucket::swap(at::ScalarType scalar_type, Stream& rs_str
   if (double_buffer_) {
     std::swap(buckets.current, buckets.shadow);
     if (buckets.current.bucket == nullptr) {
-      buckets.current.bucket = 
+      buckets.current.bucket =
           std::make_shared<ReduceBucket>(buckets.shadow.bucket->getSize(), scalar_type, device_, comm_);
     }
   }

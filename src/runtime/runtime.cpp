@@ -14,9 +14,9 @@
 #include "deepcompile/base/log.h"
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
-#include "deepcompile/runtime/host_memory.h"
 #include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_stream.h"
+#include "deepcompile/runtime/host_memory.h"
 #include "deepcompile/runtime/z1_executor.h"
 #include "deepcompile/runtime/z2_executor.h"
 

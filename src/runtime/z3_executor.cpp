@@ -144,8 +144,8 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                   graph, ") on ", context->place);
   };
   runCollective(*gather_.stream, std::move(what),
-                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
-                 context = context_, on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
+                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature), context = context_,
+                 on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
                   const std::int64_t began = Timeline::now();
                   const Timeline::Mark started = context->timeline->mark();
                   agreeOnCollective(*comm, signature);
