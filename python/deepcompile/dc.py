@@ -114,6 +114,12 @@ class Runtime:
         self._native.register_graph_z3(graph_id, list(ds_ids), reduce_at_update=reduce_at_update)
         self._shapes.publish()
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for a shard: where gathers move it with the fewest copies (over shared memory, in the heap
+        that the ranks share). Shards that lie elsewhere travel as well.
+        """
+        return self._native.empty(list(shape), dtype)
+
     def set_persistent(self, ds_id: int) -> None:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
         self._native.set_persistent(ds_id)

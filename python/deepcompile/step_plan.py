@@ -71,9 +71,10 @@ def step_graph_text(
     world: int,
     seconds: Mapping[str, list[float]],
     saved: list[tuple[str, int, int, int]],
+    update_seconds: float = 1e-6,
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
-    it, backward segment that reads it last).
+    it, backward segment that reads it last); ``update_seconds``: of the optimizer.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
@@ -107,7 +108,7 @@ def step_graph_text(
     if BACKWARD in graphs:
         updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
         if updated:
-            lines.append(f"node update optimizer time=1us updates={','.join(updated)}")
+            lines.append(f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}")
     return "\n".join(lines) + "\n"
 
 

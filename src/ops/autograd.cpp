@@ -52,7 +52,8 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
     });
     if (grads[0].defined() && isPlain(grads[0])) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
+      reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt(),
+                         /*given=*/true);
     } else if (grads[0].defined()) {
       static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
       op.call(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
@@ -106,11 +107,11 @@ struct GatherShard : torch::autograd::Function<GatherShard> {
     const auto id = context->saved_data.find("id");
     if (id == context->saved_data.end()) {
       static const auto op =
-          typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
-      op.call(grads[0], context->get_saved_variables()[0], graph_id);
+          typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t, bool)>("dc::reduce_shard");
+      op.call(grads[0], context->get_saved_variables()[0], graph_id, /*given=*/false);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      reduceGradOfGather(grads[0], graph_id, id->second.toInt());
+      reduceGradOfGather(grads[0], graph_id, id->second.toInt(), /*given=*/true);
     }
     return none;
   }
@@ -138,10 +139,11 @@ at::Tensor gatherShardAutograd(const at::Tensor& shard, std::int64_t graph_id, a
 }
 
 // Its output is empty and carries no gradient.
-at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id) {
+at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  static const auto op = typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
-  return op.call(grad, shard, graph_id);
+  static const auto op =
+      typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t, bool)>("dc::reduce_shard");
+  return op.call(grad, shard, graph_id, given);
 }
 
 // An operator whose output is, or copies, its first argument: the gradient passes unchanged, to the
