@@ -41,6 +41,7 @@ from torch.distributed import (
 )
 
 from deepcompile import _inference
+from deepcompile._after_import import after_import
 from deepcompile._load import _C
 
 _log = logging.getLogger("deepcompile")
@@ -101,10 +102,12 @@ def _discover_mpi() -> None:
                     os.environ.setdefault(ours, os.environ[theirs])
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sums a CPU tensor over all ranks, in place, through shared memory where they share a host; returns the tensor. Another
-    ``op`` or ``group`` is served by torch.distributed.
-    """
+#: Native (src/bindings/inference_call.cpp): a short tensor is summed in less time than a call through torch.ops takes.
+inference_all_reduce = _C.inference_all_reduce
+
+
+def _by_operator(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The calls of inference_all_reduce that its native code leaves to the operator, or that the operator cannot serve."""
     whole = group is None or group is dist.group.WORLD
     if not whole or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
@@ -113,6 +116,18 @@ def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: dist.Proce
         _inference.connect(dist.get_world_size(), dist.get_rank(), dist.default_pg_timeout)
     torch.ops.deepspeed.inference_all_reduce_(tensor)
     return tensor
+
+
+def _traced(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """What torch.compile sees of a call of inference_all_reduce."""
+    if group is not None or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
+        all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
+        return tensor
+    return torch.ops.deepspeed.inference_all_reduce_(tensor)
+
+
+_inference.serve_otherwise(_by_operator)
+after_import("torch._dynamo", lambda _: torch.compiler.substitute_in_graph(inference_all_reduce)(_traced))
 
 
 def uses_shared_memory() -> bool:
