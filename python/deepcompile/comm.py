@@ -30,7 +30,6 @@ from torch.distributed import (
     is_available,
     is_initialized,
     isend,
-    monitored_barrier,
     new_group,
     recv,
     reduce,
@@ -128,6 +127,19 @@ def _traced(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | Non
 
 _inference.serve_otherwise(_by_operator)
 after_import("torch._dynamo", lambda _: torch.compiler.substitute_in_graph(inference_all_reduce)(_traced))
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """As torch.distributed's, and also for groups of the backend ``shm``, which torch.distributed does not know to have it."""
+    if dist.get_backend(group) != "shm":
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+        return
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    limit = timeout if timeout is not None else dist.default_pg_timeout
+    whole.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
 
 def uses_shared_memory() -> bool:

@@ -35,6 +35,9 @@ class Context {
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.
   std::mutex mutex;
 
+  // True where work is ordered on a device and the host does not wait for it. Set before anything runs.
+  bool device_order = false;
+
   // While true, reductions and frees are skipped.
   std::atomic<bool> profiling{false};
   // Set when the first step has ended.

@@ -166,6 +166,7 @@ def may_not_share_memory(rank: int, world: int) -> list[str]:
 
 def ends_its_group_in_a_callback(rank: int, world: int) -> None:
     dist.barrier(fixture.shm_group())  # what the first group of a process makes, and keeps
+    dist.barrier()
     threads, descriptors = fixture.threads(), fixture.descriptors()
     for _ in range(3):
         group = fixture.shm_group()
