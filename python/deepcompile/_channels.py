@@ -54,8 +54,8 @@ class Channels(NamedTuple):
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where parameters are taken to live when nobody says: where tensors are made by default if that is a GPU, on the current
-    GPU if the group can reach GPUs.
+    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if the
+    group can reach GPUs.
     """
     if torch.get_default_device().type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
