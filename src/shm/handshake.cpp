@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <new>
 #include <sstream>
 
@@ -146,6 +147,16 @@ class Host {
 
   Visitor& visitorOf(int rank) { return visitors_[static_cast<std::size_t>(rank)]; }
 
+  // What comes of a message to or from a visitor.
+  Outcome exchange(int rank, const std::function<Outcome(const LocalSocket&)>& step) {
+    const LocalSocket& visitor = *visitorOf(rank).connection;
+    try {
+      return step(visitor);
+    } catch (const std::exception& error) {
+      return visitor.hungUp() ? ended(rank) : Outcome{Outcome::kError, concat("rank ", rank, ": ", error.what())};
+    }
+  }
+
   // Adds to `outcome` how everybody has taken it.
   Handshake handOut(Outcome& outcome) {
     const auto deadline = Clock::now() + timeout_;
@@ -156,7 +167,10 @@ class Host {
     const bool ends_known =
         std::all_of(visitors_.begin(), visitors_.end(), [](const Visitor& v) { return bool(v.end); });
     for (int rank = 1; rank < layout_.ranks; ++rank) {
-      outcome.add(attempt(rank, [&] { handTo(*visitorOf(rank).connection, ends_known, deadline); }));
+      outcome.add(exchange(rank, [&](const LocalSocket& visitor) {
+        handTo(visitor, ends_known, deadline);
+        return Outcome();
+      }));
     }
     Handshake hands;
     hands.heap = heap_;
@@ -168,14 +182,10 @@ class Host {
       }
     }));
     for (int rank = 1; rank < layout_.ranks; ++rank) {
-      const LocalSocket& connection = *visitorOf(rank).connection;
-      try {
+      outcome.add(exchange(rank, [&](const LocalSocket& visitor) {
         std::vector<Descriptor> none;
-        outcome.add(Outcome::read(connection.receive(none, deadline)));
-      } catch (const std::exception& error) {
-        outcome.add(connection.hungUp() ? ended(rank)
-                                        : Outcome{Outcome::kError, concat("rank ", rank, ": ", error.what())});
-      }
+        return Outcome::read(visitor.receive(none, deadline));
+      }));
     }
     segment_.closeDescriptor();
     hands.group = std::make_shared<Segment>(std::move(segment_));

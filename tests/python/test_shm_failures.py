@@ -188,9 +188,9 @@ def ends_its_group_in_a_callback(rank: int, world: int) -> None:
         dist.barrier()
     gc.collect()
     deadline = time.monotonic() + 10  # the thread ends after the callback
-    while fixture.threads() > threads and time.monotonic() < deadline:
+    while (fixture.threads(), fixture.descriptors()) != (threads, descriptors):
+        assert time.monotonic() < deadline, (fixture.threads(), threads, fixture.descriptors(), descriptors)
         time.sleep(0.01)
-    assert fixture.threads() == threads and fixture.descriptors() == descriptors
 
 
 def forks_with_a_runtime(rank: int, world: int) -> None:
