@@ -52,7 +52,7 @@ target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
 Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp
-                   bindings/shm.cpp)
+                   bindings/inference_call.cpp bindings/shm.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)

@@ -29,7 +29,7 @@ auto typedOp(const char* name) {
 bool isPlain(const at::Tensor& tensor) {
   constexpr auto wrapped = c10::DispatchKeySet(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper});
-  return tensor.device().is_cpu() && !tensor.key_set().has_any(wrapped) &&
+  return (tensor.is_cpu() || tensor.is_cuda()) && !tensor.key_set().has_any(wrapped) &&
          c10::impl::TorchDispatchModeTLS::stack_len() == 0;
 }
 
@@ -152,17 +152,19 @@ at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, 
   return op.call(grad, shard, graph_id, given);
 }
 
-// An operator whose output is, or copies, its first argument: the gradient passes unchanged.
+// An operator whose output is, or copies, its first argument: the gradient passes unchanged, to the
+// device that the argument is on.
 template <typename... Rest>
 struct Identity : torch::autograd::Function<Identity<Rest...>> {
-  static at::Tensor forward(AutogradContext*, const std::string& name, const at::Tensor& a, Rest... rest) {
+  static at::Tensor forward(AutogradContext* context, const std::string& name, const at::Tensor& a, Rest... rest) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    context->saved_data["device"] = a.device();
     return typedOp<at::Tensor(const at::Tensor&, Rest...)>(name.c_str()).call(a, rest...);
   }
 
-  static variable_list backward(AutogradContext*, variable_list grads) {
+  static variable_list backward(AutogradContext* context, variable_list grads) {
     variable_list all(2 + sizeof...(Rest));
-    all[1] = grads[0];
+    all[1] = grads[0].defined() ? grads[0].to(context->saved_data["device"].toDevice()) : grads[0];
     return all;
   }
 };
