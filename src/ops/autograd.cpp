@@ -33,12 +33,6 @@ bool isPlain(const at::Tensor& tensor) {
          c10::impl::TorchDispatchModeTLS::stack_len() == 0;
 }
 
-// True when nobody but the running backward holds the gradient or its memory, and so nobody will write to it: autograd's
-// list of inputs and the backward's own copy of that list are two.
-bool isOurs(const at::Tensor& grad) {
-  return grad.has_storage() && grad.use_count() <= 2 && grad.storage().use_count() == 1;
-}
-
 struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& a, std::int64_t graph_id, std::int64_t id,
                             std::optional<at::ScalarType> dtype) {
@@ -59,7 +53,7 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
     if (grads[0].defined() && isPlain(grads[0])) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt(),
-                         isOurs(grads[0]));
+                         /*given=*/true);
     } else if (grads[0].defined()) {
       static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
       op.call(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
@@ -117,7 +111,7 @@ struct GatherShard : torch::autograd::Function<GatherShard> {
       op.call(grads[0], context->get_saved_variables()[0], graph_id, /*given=*/false);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      reduceGradOfGather(grads[0], graph_id, id->second.toInt(), isOurs(grads[0]));
+      reduceGradOfGather(grads[0], graph_id, id->second.toInt(), /*given=*/true);
     }
     return none;
   }
