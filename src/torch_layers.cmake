@@ -31,6 +31,7 @@ add_library(
   runtime/executor.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
+  runtime/host_memory.cpp
   runtime/param.cpp
   runtime/raw_tensor.cpp
   runtime/reduce_bucket.cpp

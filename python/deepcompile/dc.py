@@ -62,6 +62,8 @@ class Runtime:
             store=channels.store,
         )
         self._shapes = _compile_cache.RegisteredShapes()
+        #: False after :meth:`cleanup`.
+        self.is_open = True
         _open_runtimes.add(self)
 
     def register_param(
@@ -184,6 +186,7 @@ class Runtime:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()
         self._native.close()
+        self.is_open = False
         self._shapes.withdraw()
         _open_runtimes.discard(self)
 

@@ -347,6 +347,11 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
+    check(!task.changed(), [&] {
+      return concat("the gradient of ", param.describe(),
+                    " was changed in place after the backward gave it and before it was reduced (", place(),
+                    "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
+    });
     if (!task.hasGradient()) {
       lacking = true;
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();

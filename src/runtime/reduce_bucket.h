@@ -16,22 +16,34 @@ namespace dc {
 
 class CustomOpExecutor;
 
-// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done. An
-// undefined gradient stands for a parameter that has none: its slice holds zeros.
+// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done, or, where
+// `send_buf` is the gradient's own memory, until it is reduced. An undefined gradient stands for a parameter that has
+// none: its slice holds zeros.
 class ReduceTask {
  public:
   ReduceTask(std::int64_t ds_id, at::Tensor grad, at::Tensor send_buf)
-      : ds_id_(ds_id), has_gradient_(grad.defined()), grad_(std::move(grad)), send_buf_(std::move(send_buf)) {}
+      : ds_id_(ds_id),
+        has_gradient_(grad.defined()),
+        version_(versionOf(grad)),
+        grad_(std::move(grad)),
+        send_buf_(std::move(send_buf)) {}
 
   std::int64_t getDSId() const { return ds_id_; }
   const at::Tensor& getSendBuf() const { return send_buf_; }
   bool hasGradient() const { return has_gradient_; }
+  // True when somebody has written to the gradient since.
+  bool changed() const { return versionOf(grad_) != version_ && grad_.defined(); }
   // The copy is done: the gradient's memory may go.
   void dropGradient() { grad_ = at::Tensor(); }
 
  private:
+  static std::int64_t versionOf(const at::Tensor& grad) {
+    return grad.defined() && !grad.is_inference() ? grad._version() : 0;
+  }
+
   std::int64_t ds_id_;
   bool has_gradient_;
+  std::int64_t version_;
   at::Tensor grad_;
   at::Tensor send_buf_;
 };

@@ -120,3 +120,25 @@ def test_only_a_gradient_that_nothing_else_reads_is_given_away() -> None:
     give_gradients(fx.GraphModule(nn.Module(), graph))
     given = {name for name, node in reductions.items() if node.args[3:] == (True,)}
     assert given == {"fresh", "view"}
+
+
+def changes_a_gradient(rank: int, world: int) -> str:
+    model = nn.Linear(64, 64, bias=False)
+    deepcompile.shard(model, {"timeout": 20})
+    sharding = deepcompile.sharding.sharding_of(model)
+    gradient = torch.ones(64, 64)
+    sharding.runtime.start_forward()
+    weight = model.weight
+    sharding.runtime.start_backward(True)
+    weight.backward(gradient)
+    gradient.mul_(2)
+    try:
+        torch.ops.dc.end_backward(sharding.graph_id)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_is_changed_before_it_is_reduced_is_an_error_that_names_it() -> None:
+    for text in run_ranks(2, changes_a_gradient):
+        assert "the gradient of parameter 'weight'" in text and "changed in place" in text
