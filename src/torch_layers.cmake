@@ -43,7 +43,6 @@ add_library(
   runtime/tensor_text.cpp
   runtime/timeline.cpp
   runtime/watchdog.cpp
-  runtime/host_memory.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).

@@ -23,6 +23,9 @@ class ShmCommunicator final : public Communicator {
 
   // In the heap that the peers read: what lies there is not staged.
   at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    if (!options.device().is_cpu()) {
+      return Communicator::empty(sizes, options);
+    }
     try {
       return emptyShared(sizes, c10::typeMetaToScalarType(options.dtype()));
     } catch (const Error& error) {
