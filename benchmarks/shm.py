@@ -7,7 +7,8 @@ pass a cache line to each other changes threefold on a virtual machine, from one
 all-reduce reduces, an all-gather yields, a reduce-scatter takes.
 
 The operator, DeepSpeed's and ours, is called as ``torch.ops.deepspeed.inference_all_reduce_.default``; gloo is compared
-with our c10d backend, called in the same way, and Open MPI's call with ``deepcompile.comm.inference_all_reduce``. The no-op is ``torch.ops.aten.resolve_conj.default`` of a real tensor.
+with our c10d backend, called in the same way, and Open MPI's call with ``deepcompile.comm.inference_all_reduce``. The no-op
+is ``torch.ops.aten.resolve_conj.default`` of a real tensor.
 """
 
 from __future__ import annotations

@@ -130,23 +130,19 @@ def _open_shared(
             like=like,
         )
 
-    def no_memory(reason: str) -> None:
-        if group.rank() == 0:
-            _log.warning("the runtime communicates through the process group: %s", reason)
-
-    if agreements_alone:
-        control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES)
-        return no_memory(control) if isinstance(control, str) else (control, control, control)
-    gather = open_one("gather")
-    if isinstance(gather, str):
-        return no_memory(gather)
-    reduce = open_one("reduce", like=gather)
-    if isinstance(reduce, str):
-        return no_memory(reduce)
-    control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES, like=gather)
-    if isinstance(control, str):
-        return no_memory(control)
-    return gather, reduce, control
+    opened: list[_C.ShmGroup] = []
+    for purpose in ("control",) if agreements_alone else ("gather", "reduce", "control"):
+        one = open_one(
+            purpose,
+            slot_bytes=_CONTROL_SLOT_BYTES if purpose == "control" else None,
+            like=opened[0] if opened else None,
+        )
+        if isinstance(one, str):
+            if group.rank() == 0:
+                _log.warning("the runtime communicates through the process group: %s", one)
+            return None
+        opened.append(one)
+    return (opened[0], opened[0], opened[0]) if agreements_alone else (opened[0], opened[1], opened[2])
 
 
 def ranks_on_this_host(group: dist.ProcessGroup) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-
 from torch.distributed import distributed_c10d
 
 from deepcompile._load import _C

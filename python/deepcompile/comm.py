@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -122,24 +123,29 @@ def _traced(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | Non
     if group is not None or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
         return tensor
-    return torch.ops.deepspeed.inference_all_reduce_(tensor)
+    torch.ops.deepspeed.inference_all_reduce_(tensor)
+    return tensor
+
+
+def _teach_dynamo(_: ModuleType) -> None:
+    torch.compiler.substitute_in_graph(inference_all_reduce)(_traced)
 
 
 _inference.serve_otherwise(_by_operator)
-after_import("torch._dynamo", lambda _: torch.compiler.substitute_in_graph(inference_all_reduce)(_traced))
+after_import("torch._dynamo", _teach_dynamo)
 
 
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As torch.distributed's, and also for groups of the backend ``shm``, which torch.distributed does not know to have it."""
+    """As torch.distributed's, and also for groups of the backend ``shm``, which torch.distributed refuses."""
     if dist.get_backend(group) != "shm":
         dist.monitored_barrier(group, timeout, wait_all_ranks)
         return
     whole = group if group is not None else dist.group.WORLD
     assert whole is not None
     limit = timeout if timeout is not None else dist.default_pg_timeout
-    whole.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+    whole.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
 
 
 def uses_shared_memory() -> bool:

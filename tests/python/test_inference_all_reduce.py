@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class Marked(torch.Tensor):
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -155,7 +156,9 @@ def called_directly(rank: int, world: int) -> None:
     for size in (0, 1, 256, 40_000):  # the last one lets go of the interpreter at once
         tensor = torch.full((size,), rank + 1.0)
         version = tensor._version
-        assert reduce(tensor) is tensor and torch.equal(tensor, torch.full((size,), total)) and tensor._version > version
+        assert (
+            reduce(tensor) is tensor and torch.equal(tensor, torch.full((size,), total)) and tensor._version > version
+        )
     with torch.inference_mode():
         assert torch.equal(reduce(mine()), expected)
     with torch.no_grad(), torch.autocast("cpu"):

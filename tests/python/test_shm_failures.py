@@ -177,10 +177,7 @@ def ends_its_group_in_a_callback(rank: int, world: int) -> None:
             ended.set()
 
         tensor = torch.full((4,), float(rank))
-        if rank == 0:
-            work = dist.isend(tensor, 1, group)
-        else:
-            work = dist.irecv(tensor, 0, group)
+        work = dist.isend(tensor, 1, group) if rank == 0 else dist.irecv(tensor, 0, group)
         work.get_future().then(end)
         del work, group, end
         assert ended.wait(30)
