@@ -23,10 +23,9 @@ bool userHasChosen() {
 
 void keepFreedMemory() {
 #if defined(__GLIBC__) && defined(M_TRIM_THRESHOLD)
-  constexpr int kLargestInHeap = 32 << 20;  // larger blocks are mapped and unmapped one by one
   if (!userHasChosen()) {
-    mallopt(M_MMAP_THRESHOLD, kLargestInHeap);
-    mallopt(M_TRIM_THRESHOLD, 2 * kLargestInHeap);
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it takes; larger blocks are mapped and unmapped one by one
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
   }
 #endif
 }
