@@ -2,6 +2,7 @@
 #
 #   make demo       train a small Llama under ZeRO-3 on two processes, beside the same model in one
 #   make test       C++ and Python tests; make test-all also those that take minutes
+#   make test-cuda  the tests on a GPU: those of CUDA alone, and those of the runtime on its tensors
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
@@ -21,7 +22,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
-.PHONY: all demo test test-all test-cpp test-python build bench peers sanitize format lint clean
+.PHONY: all demo test test-all test-cuda test-cpp test-python build bench peers sanitize format lint clean
 
 all: build
 
@@ -47,6 +48,12 @@ test-python: build
 test-all: test-cpp
 	$(PYTHON) -m pip install -q $(TORCH) -r tests/requirements-transformers.txt
 	$(PYTHON) -m pytest tests/python -q
+
+# On a machine with a GPU; several ranks share it. What they need of NCCL and the driver: docs/cuda.md.
+CUDA_TESTS := $(addprefix tests/python/test_,cuda.py gather_release.py reduction.py offload.py eager_autograd.py sharding.py)
+test-cuda: build
+	$(PYTHON) -m deepcompile doctor
+	DEEPCOMPILE_TEST_DEVICE=cuda $(PYTHON) -m pytest $(CUDA_TESTS) -q -m "not slow and not cpu_only"
 
 demo: build
 	$(PYTHON) examples/llama.py

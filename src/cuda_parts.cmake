@@ -17,7 +17,9 @@ set(cuda_sources
     bindings/cuda.cpp
     comm/nccl_api.cpp
     comm/nccl_communicator_cuda.cpp
-    runtime/device_kernels_cuda.cu
+    comm/symmetric_communicator_cuda.cpp
+    comm/symmetric_heap_cuda.cpp
+    comm/copy_kernels_cuda.cu
     runtime/register_kernels_cuda.cpp)
 if(PythonTorch_CUDA)
   Python_add_library(_cuda MODULE WITH_SOABI ${cuda_sources})

@@ -54,8 +54,8 @@ class Channels(NamedTuple):
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if the
-    group can reach GPUs.
+    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if
+    the group can reach GPUs.
     """
     if torch.get_default_device().type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
@@ -64,8 +64,12 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def open_channels(group: dist.ProcessGroup, timeout: float, device: torch.device) -> Channels:
-    """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large."""
+def open_channels(
+    group: dist.ProcessGroup, timeout: float, device: torch.device, symmetric_memory: bool = False
+) -> Channels:
+    """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large, or symmetric
+    memory for gathers.
+    """
     name = group.group_name
     generation = _generations[name]
     _generations[name] += 1
@@ -83,8 +87,17 @@ def open_channels(group: dist.ProcessGroup, timeout: float, device: torch.device
     cuda = require_cuda()
 
     def open_one(purpose: str) -> _C.Channel:
-        return cuda.nccl_channel(store(f"nccl/{purpose}"), group.rank(), group.size(), device.index, timeout)
+        channel: _C.Channel = cuda.nccl_channel(
+            store(f"nccl/{purpose}"), group.rank(), group.size(), device.index, timeout
+        )
+        return channel
 
+    if symmetric_memory:
+        place = f"deepcompile/{name}/{generation}"
+        gather = cuda.symmetric_channel(
+            store("symmetric"), place, group.rank(), group.size(), device.index, timeout=timeout
+        )
+        return Channels(gather, open_one("reduce"), on_host[2], store("other"))
     return Channels(open_one("gather"), open_one("reduce"), on_host[2], store("other"))
 
 

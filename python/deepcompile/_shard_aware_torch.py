@@ -48,9 +48,7 @@ def total_norm_over_shards(
     device = gradients[0].device if gradients else torch.device("cpu")
     local = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        local = torch.linalg.vector_norm(
-            torch.stack([norm.double() for norm in torch._foreach_norm(gradients, norm_type)]), norm_type
-        )
+        local = torch.linalg.vector_norm(_local_norms(gradients, norm_type), norm_type, dtype=torch.float64)
     if norm_type == float("inf"):
         dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
         return local if replicated is None else torch.maximum(local, replicated.double())
@@ -59,6 +57,14 @@ def total_norm_over_shards(
     if replicated is not None:
         power = power + replicated.double() ** norm_type
     return power ** (1 / norm_type)
+
+
+def _local_norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """One number for each gradient, in at least 32 bits."""
+    wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+    if any(gradient.is_complex() for gradient in gradients):
+        return torch.stack([torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients])
+    return torch.stack(list(torch._foreach_norm(gradients, norm_type, torch.float64 if wide else torch.float32)))
 
 
 def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> None:

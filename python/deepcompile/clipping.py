@@ -80,7 +80,7 @@ class _LateFlag:
 
     def send(self, flag: torch.Tensor) -> None:
         self._host.copy_(flag, non_blocking=True)
-        self._arrived = torch.cuda.Event()
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record()
 
     def take(self) -> bool:

@@ -93,10 +93,13 @@ class Config:
     gradient_clipping: float = 0.0
     #: Divide gradients by the number of ranks before the sum instead of after it.
     prescale_gradients: bool = True
-    #: In what gradients travel; None: fp32 for 16-bit parameters, else the parameter's own.
+    #: In what gradients travel; None: the dtype in which they add up, which is fp32 for 16-bit
+    #: parameters with gradient accumulation, and else the parameter's own.
     communication_data_type: DTypeName | None = None
     #: Bytes that parameters, gradients, states and activations of a rank may take together; None: what the machine has.
     memory_budget: int | None = None
+    #: Gather through symmetric memory (CUDA only): shards are read where the other ranks keep them.
+    symmetric_memory: bool = False
     #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
     timeout: float = 300.0
     #: The checks of the runtime's debug mode, at the price of speed.

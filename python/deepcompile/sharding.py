@@ -68,7 +68,12 @@ class Sharding:
         self.graph_id = next(_graph_ids)
         self.runtime = dc.Runtime(
             group,
-            {"timeout": config.timeout, "pre_div_reduce": config.prescale_gradients, "debug": config.debug},
+            {
+                "timeout": config.timeout,
+                "pre_div_reduce": config.prescale_gradients,
+                "debug": config.debug,
+                "symmetric_memory": config.symmetric_memory,
+            },
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
             device=_device_of(model),
         )
@@ -156,8 +161,8 @@ def _device_of(model: nn.Module) -> torch.device:
     there = sorted(devices - {torch.device("meta")}, key=str)
     if len(there) > 1:
         raise ValueError(
-            f"the parameters of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device before "
-            "it is sharded: each rank trains on one"
+            f"the parameters of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device "
+            "before it is sharded: each rank trains on one"
         )
     return there[0] if there else torch.get_default_device()
 

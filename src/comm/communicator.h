@@ -88,6 +88,11 @@ class Communicator {
   // True when ReduceOp::Average divides before it adds, at no cost: no overflow in 16 bits.
   virtual bool averageDividesFirst() const { return false; }
 
+  // True when gathers read the peers' shards in place: before a shard is changed all ranks call endReads(), which
+  // orders the change after everybody's reads.
+  virtual bool readsPeers() const { return false; }
+  virtual void endReads() {}
+
   // What the communicator has noticed by itself: an error of an operation that was enqueued on a device.
   virtual std::optional<std::string> brokenBy() { return std::nullopt; }
 

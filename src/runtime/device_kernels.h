@@ -9,7 +9,7 @@
 
 namespace dc {
 
-// `to` becomes `from`, cast where the dtypes differ. Flat, contiguous and as long; on one device.
+// `to` becomes `from`, cast where the dtypes differ. Flat and as long; on one device.
 struct CopyPart {
   at::Tensor to;
   at::Tensor from;

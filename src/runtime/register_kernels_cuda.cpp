@@ -11,7 +11,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "deepcompile/runtime/device_kernels.h"
-#include "deepcompile/runtime/device_kernels_cuda.h"
+#include "deepcompile/comm/copy_kernels_cuda.h"
 
 namespace dc::cuda {
 namespace {
@@ -29,6 +29,11 @@ std::optional<Number> numberOf(at::ScalarType dtype) {
   }
 }
 
+// Elements one after the other, as they are: a gradient may be an expanded number, or conjugated when it is read.
+bool plain(const CopyPart& part) {
+  return part.from.is_contiguous() && part.to.is_contiguous() && !part.from.is_conj() && !part.from.is_neg();
+}
+
 bool movable(const CopyPart& part) {
   constexpr std::size_t kWord = 16;
   return part.from.scalar_type() == part.to.scalar_type() && part.from.nbytes() % kWord == 0 &&
@@ -41,7 +46,7 @@ class CudaKernels final : public DeviceKernels {
   void copy(std::span<const CopyPart> parts) override {
     const c10::cuda::CUDAGuard device(parts[0].to.device());
     cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-    if (parts.size() == 1 && parts[0].from.scalar_type() == parts[0].to.scalar_type()) {
+    if (parts.size() == 1 && plain(parts[0]) && parts[0].from.scalar_type() == parts[0].to.scalar_type()) {
       C10_CUDA_CHECK(cudaMemcpyAsync(parts[0].to.mutable_data_ptr(), parts[0].from.const_data_ptr(),
                                      parts[0].to.nbytes(), cudaMemcpyDeviceToDevice, stream));
       return;
@@ -49,6 +54,10 @@ class CudaKernels final : public DeviceKernels {
     std::vector<Piece> moves;
     std::map<std::pair<Number, Number>, std::vector<Piece>> casts;
     for (const CopyPart& part : parts) {
+      if (!plain(part)) {
+        part.to.copy_(part.from, /*non_blocking=*/true);
+        continue;
+      }
       const auto to = numberOf(part.to.scalar_type());
       const auto from = numberOf(part.from.scalar_type());
       const Piece piece{part.from.const_data_ptr(), part.to.mutable_data_ptr(), part.to.numel()};

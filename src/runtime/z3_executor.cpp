@@ -414,7 +414,12 @@ void Z3CustomOpExecutor::endBackward() {
     return;
   }
   CustomOpExecutor::endBackward();
-  // What is still being gathered reads the shards that the optimizer is about to change.
+  // What is still being gathered reads the shards that the optimizer is about to change, here or on other ranks.
+  if (gather_.comm->readsPeers() && param_updated_ && comm_->size() > 1) {
+    runCollective(
+        *gather_.stream, [place = place()] { return concat("ending the reads of shards on ", place); },
+        [comm = gather_.comm] { comm->endReads(); });
+  }
   context_->await(gather_.stream->record());
   for (const std::int64_t id : reloading_) {
     param_registry_->getParam(id).getDSTensor();

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from harness import DEVICE, run_ranks
 from torch import nn
 
 import deepcompile
+from harness import DEVICE, run_ranks
 
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: make test-cuda")
 
@@ -53,19 +53,22 @@ EAGER = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5000}, "compile
 
 
 @needs_gpu
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
-def test_random_delays_of_the_streams_change_no_bit_of_two_hundred_steps(world: int):
-    calm = run_ranks(world, train, 200, EAGER)
-    delayed = run_ranks(world, train, 200, EAGER, environment={"DEEPCOMPILE_STREAM_DELAY_US": "400"})
+def test_random_delays_of_the_streams_change_no_bit_of_two_hundred_steps(world: int, symmetric: bool):
+    config = EAGER | {"symmetric_memory": symmetric}
+    calm = run_ranks(world, train, 200, config)
+    delayed = run_ranks(world, train, 200, config, environment={"DEEPCOMPILE_STREAM_DELAY_US": "400"})
     assert calm == delayed
     assert calm[0][-1] < 0.5 * calm[0][0]
 
 
 @needs_gpu
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_two_ranks_train_like_one_process_with_both_batches(stage: int, clip: float):
-    config = EAGER | {"zero_optimization": {"stage": stage}, "gradient_clipping": clip}
+def test_two_ranks_train_like_one_process_with_both_batches(stage: int, symmetric: bool):
+    clip = 0.01 if stage == 2 else 0.0
+    config = EAGER | {"zero_optimization": {"stage": stage}, "gradient_clipping": clip, "symmetric_memory": symmetric}
     sharded = run_ranks(2, train, 20, config)
     (reference,) = run_ranks(1, both_batches, 20, clip)
     for step, (first, second, expected) in enumerate(zip(*sharded, reference, strict=True)):

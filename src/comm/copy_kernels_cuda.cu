@@ -1,5 +1,5 @@
 // Copies of many pieces in one launch, with a cast; and a delay for tests. Memory bandwidth bounds the copies.
-#include "deepcompile/runtime/device_kernels_cuda.h"
+#include "deepcompile/comm/copy_kernels_cuda.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,9 +1,9 @@
 // Our CUDA kernels, as functions that enqueue on a stream.
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_runtime_api.h>
+
+#include <cstdint>
 
 namespace dc::cuda {
 

@@ -1,0 +1,147 @@
+"""How fast parameters move on one GPU: gathers of two ranks through symmetric memory and NCCL, offload and reload of one.
+
+The bound of a gather between ranks that share a GPU is its memory: a plain copy of as many bytes by both ranks at once. The
+bound of an offload is PCIe: a plain copy between pinned and device memory. Two ranks need what docs/cuda.md says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+from typing import Any
+
+from report import Report, arguments
+
+GATHERED_MIB = (64, 256, 1024)
+MOVED_MIB = (16, 64, 256)
+ROUNDS = 30
+
+
+def seconds_of(function: Any, rounds: int = ROUNDS) -> float:
+    """Of one call, on the device, when many follow each other."""
+    import torch
+
+    for _ in range(3):
+        function()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(rounds):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / rounds * 1e-3
+
+
+def gathers(rank: int, world: int, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from deepcompile import dc
+
+    torch.cuda.set_device(0)
+    store = dist.FileStore(f"{folder}/gathers", world)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    found: dict[str, float] = {}
+    for how in ("symmetric memory", "NCCL"):
+        runtime = dc.Runtime(None, {"timeout": 60, "symmetric_memory": how == "symmetric memory"}, device="cuda")
+        sizes = {mib: mib * 2**20 // 2 for mib in GATHERED_MIB}  # elements of bf16
+        shards = {}
+        for index, (mib, elements) in enumerate(sizes.items()):
+            shards[mib] = runtime.empty((elements // world,), torch.bfloat16).fill_(rank + 1)
+            runtime.register_z3_param(index, [elements], shards[mib], None)
+        runtime.register_graph_z3(1, list(range(len(sizes))))
+        for index, mib in enumerate(sizes):
+
+            def gather(shard: Any = shards[mib], index: int = index) -> None:
+                whole = torch.ops.dc.wait_allgather(torch.ops.dc.allgather_param(shard, 1, index), 1, index)
+                torch.ops.dc.release_param(whole, 1, index, 1)
+
+            dist.barrier()
+            found[f"{how} {mib}"] = mib * 2**20 / seconds_of(gather)
+        runtime.cleanup()
+    for mib in GATHERED_MIB:
+        source = torch.ones(mib * 2**19, dtype=torch.bfloat16, device="cuda")
+        target = torch.empty_like(source)
+        dist.barrier()
+        found[f"copy {mib}"] = mib * 2**20 / seconds_of(lambda source=source, target=target: target.copy_(source))
+    pipe.send(found)
+    dist.destroy_process_group()
+
+
+def moves(pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from deepcompile import dc
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dc.init(None, {"timeout": 60}, 1000, "cuda")
+    dc.register_z3_param(0, [4], torch.zeros(4, device="cuda"), None)
+    dc.register_graph_z3(0, [0])
+    found: dict[str, float] = {}
+    ops = torch.ops.dc
+    for mib in MOVED_MIB:
+        on_device = torch.ones(mib * 2**20, dtype=torch.uint8, device="cuda")
+        pinned = torch.empty(mib * 2**20, dtype=torch.uint8, pin_memory=True)
+        bytes_ = mib * 2**20
+        found[f"to host {mib}"] = bytes_ / seconds_of(lambda d=on_device, h=pinned: h.copy_(d, non_blocking=True))
+        found[f"to device {mib}"] = bytes_ / seconds_of(lambda d=on_device, h=pinned: d.copy_(h, non_blocking=True))
+        found[f"offload {mib}"] = bytes_ / seconds_of(
+            lambda d=on_device: ops.wait_offload(ops.offload_tensor(d, 0, 7), 0, 7)
+        )
+        kept = ops.wait_offload(ops.offload_tensor(on_device, 0, 7), 0, 7)
+        found[f"reload {mib}"] = bytes_ / seconds_of(lambda h=kept: ops.wait_reload(ops.reload_tensor(h, 0, 7), 0, 7))
+    pipe.send(found)
+    dc.cleanup()
+    dist.destroy_process_group()
+
+
+def run(functions: list[tuple[Any, ...]]) -> list[dict[str, float]]:
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for function, *given in functions:
+        ours, theirs = context.Pipe()
+        context.Process(target=function, args=(*given, theirs), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    answers = []
+    for pipe in pipes:
+        if not pipe.poll(150):
+            raise RuntimeError("a rank did not answer within 150 s")
+        answers.append(pipe.recv())
+    return answers
+
+
+def main() -> int:
+    options = arguments(__doc__)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("benchmarks/moves_on_cuda.py: there is no GPU here; nothing was measured")
+        return 0
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    report = Report("GB/s on one GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        found = run([(gathers, rank, 2, folder) for rank in range(2)])[0]
+    for mib in GATHERED_MIB:
+        copy = found[f"copy {mib}"]
+        for how in ("symmetric memory", "NCCL"):
+            value = found[f"{how} {mib}"]
+            report.add(f"gather of {mib} MiB, 2 ranks, {how}", value / 1e9, "GB/s", "copy", copy / 1e9, value / copy)
+        report.bar(f"gather of {mib} MiB: 85 % of a copy", found[f"symmetric memory {mib}"] >= 0.85 * copy)
+    found = run([(moves,)])[0]
+    for mib in MOVED_MIB:
+        for ours, peer in (("offload", "to host"), ("reload", "to device")):
+            value, bound = found[f"{ours} {mib}"], found[f"{peer} {mib}"]
+            report.add(f"{ours} of {mib} MiB", value / 1e9, "GB/s", f"pinned copy {peer}", bound / 1e9, value / bound)
+            report.bar(f"{ours} of {mib} MiB: 95 % of PCIe", value >= 0.95 * bound)
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
