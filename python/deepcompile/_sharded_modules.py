@@ -27,6 +27,8 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
+    #: Read in another dtype than it is kept in.
+    casts: bool
     #: The shard is the whole parameter: it is read as it is.
     whole: bool
 
@@ -53,12 +55,13 @@ _CALL_OF_MODULES = nn.Module._call_impl.__code__
 
 def _property(read: _Read) -> property:
     attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
-    dtype, keep = read.dtype, read.keep
+    dtype, keep, casts = read.dtype, read.keep, read.casts
 
     def view(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters[attribute]
         assert parameter is not None
-        return parameter.view(shape).to(dtype)
+        whole = parameter.view(shape)
+        return whole.to(dtype) if casts else whole
 
     if read.whole:
         return property(view)
@@ -73,7 +76,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, False)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False, False)).fget
     assert getter is not None
     return getter
 
@@ -128,9 +131,9 @@ def install(sharding: Sharding) -> None:
     for sharded in sharding.params:
         keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
-            read = _Read(
-                attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep, sharding.whole
-            )
+            casts = sharded.read_dtype != sharded.param.dtype
+            shape = tuple(sharded.full_shape)
+            read = _Read(attribute, sharding.graph_id, shape, sharded.read_dtype, keep, casts, sharding.whole)
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
