@@ -170,9 +170,9 @@ def segment_seconds(
     collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
     """The time of each segment, without its waits: from the first parameter it asked for to the first that the next one
-    asked for, less the takes in between (compilers may move a take down to the first use) and the ``collectives`` (start, end)
-    that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by estimate.
-    None when the takes (name, start, end) are not those of the plan.
+    asked for, less the takes in between (compilers may move a take down to the first use) and the ``collectives`` (start,
+    end) that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by
+    estimate. None when the takes (name, start, end) are not those of the plan.
     """
     takes = sorted(takes, key=lambda take: take[1])
     if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
