@@ -169,36 +169,40 @@ def segment_seconds(
     estimates: list[float],
     collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
-    """The time of each segment, without its waits: from the last parameter it waited for to the first that the next one
-    asked for, less the ``collectives`` (start, end) that ran on the same thread meanwhile. Where a segment waits for
-    nothing, it shares a measurement with the one before, by estimate. None when the takes (name, start, end) are not those
-    of the plan.
+    """The time of each segment, without its waits: from the first parameter it asked for to the first that the next one
+    asked for, less the takes in between (compilers may move a take down to the first use) and the ``collectives`` (start,
+    end) that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by
+    estimate. None when the takes (name, start, end) are not those of the plan.
     """
     takes = sorted(takes, key=lambda take: take[1])
     if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
         return None
-    firsts: dict[int, int] = {}
-    lasts: dict[int, int] = {}
-    for planned, (_, start, stop) in zip(graph_plan.takes, takes, strict=True):
-        firsts.setdefault(planned.segment, start)
-        lasts[planned.segment] = stop
+    starts: dict[int, int] = {}  # of the segments that ask for something
+    for planned, (_, start, _) in zip(graph_plan.takes, takes, strict=True):
+        starts.setdefault(planned.segment, start)
+    starts[0] = begin  # the way to the first segment counts as part of it
+    waits = _union([*((start, stop) for _, start, stop in takes), *collectives])
     result = [0.0] * len(estimates)
-    group: list[int] = []
-    group_begin = begin
-    for index in range(len(estimates) + 1):
-        if index == len(estimates) or index in firsts:
-            if group:
-                group_end = end if index == len(estimates) else firsts[index]
-                inside = sum(max(0, min(stop, group_end) - max(start, group_begin)) for start, stop in collectives)
-                span = max(0, group_end - group_begin - inside) * 1e-9
-                total = sum(estimates[i] for i in group) or 1.0
-                for i in group:
-                    share = estimates[i] / total if any(estimates[j] for j in group) else 1 / len(group)
-                    result[i] = span * share
-            group = []
-            group_begin = lasts.get(index, end)
-        if index < len(estimates):
-            group.append(index)
+    measured = sorted(starts)
+    for first, following in zip(measured, [*measured[1:], len(estimates)], strict=True):
+        stop = starts.get(following, end)
+        waited = sum(max(0, min(b, stop) - max(a, starts[first])) for a, b in waits)
+        span = max(0, stop - starts[first] - waited) * 1e-9
+        group = range(first, following)
+        total = sum(estimates[i] for i in group)
+        for i in group:
+            result[i] = span * (estimates[i] / total if total else 1 / len(group))
+    return result
+
+
+def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same time without overlaps."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
     return result
 
 
