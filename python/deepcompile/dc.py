@@ -159,6 +159,10 @@ class Runtime:
         """What this rank did, in numbers (docs/runtime.md lists them)."""
         return self._native.stats()
 
+    @property
+    def is_open(self) -> bool:
+        return self in _open_runtimes
+
     def cleanup(self) -> None:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()

@@ -10,13 +10,14 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from deepcompile import plan as planner
 from deepcompile.planning import Step
+from deepcompile.report import one_line
 from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan
 
 if TYPE_CHECKING:
@@ -53,6 +54,18 @@ class Profile:
     @property
     def _recording(self) -> bool:
         return not self.done and self._seen > 0  # in the first iteration compilers run
+
+    def begin_step(self, traces: bool) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
+        pass
+
+    def line(self, changed: bool) -> str:
+        return one_line(self._sharding, changed, self.why_not)
 
     def start_forward(self) -> None:
         if self._recording:
@@ -100,15 +113,7 @@ class Profile:
             if not self.why_not:
                 self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
             return False
-        seconds = {
-            phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
-            for phase, values in everybody[0]["seconds"].items()
-        }
-        machine = measured_machine(
-            self._sharding.planner.machine,
-            _fastest(one["gathers"] for one in everybody),
-            _fastest(one["reductions"] for one in everybody),
-        )
+        seconds, machine = over_ranks(everybody, self._sharding.planner.machine)
         return self._sharding.planner.replan(step, seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
@@ -131,7 +136,19 @@ class Profile:
             return None
         seconds = {phase: [min(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()}
         spans = [span for iteration in self._finished for span in iteration.spans]
-        return {"seconds": seconds, "gathers": _by_size(spans, "gather"), "reductions": _by_size(spans, "reduce")}
+        return {"seconds": seconds, "gathers": by_size(spans, "gather"), "reductions": by_size(spans, "reduce")}
+
+
+def over_ranks(
+    everybody: Sequence[Mapping[str, Any]], machine: planner.Machine
+) -> tuple[dict[str, list[float]], planner.Machine]:
+    """What all ranks measured, as one: the medians of the segments' times, and ``machine`` with the measured curves."""
+    seconds = {
+        phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
+        for phase, values in everybody[0]["seconds"].items()
+    }
+    gathers, reductions = (_fastest(one[kind] for one in everybody) for kind in ("gathers", "reductions"))
+    return seconds, measured_machine(machine, gathers, reductions)
 
 
 def segment_seconds(
@@ -167,7 +184,7 @@ def segment_seconds(
     return result
 
 
-def _by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
+def by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
     """Median seconds by bytes."""
     found: dict[int, list[int]] = {}
     for name, _, size, start, end in spans:
@@ -200,4 +217,4 @@ def measured_machine(
     return planner.Machine("\n".join(lines) + "\n")
 
 
-__all__ = ["Profile", "measured_machine", "segment_seconds"]
+__all__ = ["Profile", "by_size", "measured_machine", "over_ranks", "segment_seconds"]

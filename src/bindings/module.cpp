@@ -2,6 +2,7 @@
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   dc::bindRuntime(module);
+  dc::bindReplay(module);
   dc::bindSavedTensors(module);
   dc::bindShm(module);
 }

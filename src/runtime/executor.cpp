@@ -87,6 +87,7 @@ void CustomOpExecutor::openBackward(bool update) {
     order_.emplace(std::move(reversed));
   }
   order_->begin();
+  entered_ = 0;
   present_.clear();
   presence_.clear();
   without_gradient_.clear();
@@ -226,6 +227,21 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (copy_stream_->record().passed()) {
     task.dropGradient();
   }
+  // What is left at the end is flushed there, with word of what is beyond the order.
+  if (entered_ + 1 < flush_after_.size() && flush_after_[entered_]) {
+    flushAllReduceBuckets();
+  }
+  ++entered_;
+}
+
+void CustomOpExecutor::planFlushes(std::vector<bool> after) {
+  check(!backward_open_ || after.empty(),
+        [&] { return concat("reductions cannot be planned anew during a backward (", place(), ")"); });
+  check(after.empty() || after.size() == reductionOrder().size(), [&] {
+    return concat("a plan of ", after.size(), " reductions does not fit an order of ", reductionOrder().size(), " (",
+                  place(), ")");
+  });
+  flush_after_ = std::move(after);
 }
 
 void CustomOpExecutor::blockCopyEvents(at::ScalarType) {

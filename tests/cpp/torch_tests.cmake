@@ -12,9 +12,11 @@ dc_test_by_file(
   runtime/executor_test.cpp
   runtime/gathered_test.cpp
   runtime/param_test.cpp
+  runtime/recorder_test.cpp
   runtime/reduce_bucket_test.cpp
   runtime/reduction_order_test.cpp
   runtime/registry_test.cpp
+  runtime/replay_test.cpp
   runtime/stream_test.cpp
   runtime/tensor_offload_test.cpp
   runtime/tensor_text_test.cpp

@@ -1,0 +1,95 @@
+// The communication of iterations as they ran: every gather, wait, release and reduction of the calling program, in its
+// order, with the times between which the program computed. What record and replay (docs/replay.md) plans from.
+//
+// Off, it costs one relaxed load for each call. On, two marks of the clock and an append. Times are marks of a
+// StepClock, turned into nanoseconds only when the recording is taken: on a device a mark is an event on the compute
+// stream, so recording never waits for the device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace dc {
+
+class StepClock {
+ public:
+  virtual ~StepClock() = default;
+  // Now, in the order of the computation. Never 0.
+  virtual std::int64_t mark() = 0;
+  // Nanoseconds of a mark since a fixed point. May wait for the marked moment.
+  virtual std::int64_t nanoseconds(std::int64_t mark) = 0;
+};
+
+// The host's steady clock: right where computation runs on the calling thread.
+std::unique_ptr<StepClock> makeHostClock();
+
+struct RecordedOp {
+  enum class Kind : std::uint8_t {
+    Gather,    // a read that started a gather: from the call until it was started
+    Read,      // a read that found a copy
+    Prefetch,  // one of the parameters that a leaf module asks for at once; all have the same start
+    Wait,      // the program waits until what it read is there
+    Release,   // the memory of a gathered copy went back; an instant
+    Reduce,    // a gradient handed over
+    End,       // the end of a backward, with what had to be waited for; `id` is -1
+  };
+  Kind kind = Kind::Read;
+  std::int64_t id = -1;
+  at::ScalarType dtype = at::kFloat;
+  std::int64_t bytes = 0;  // of the whole parameter or gradient
+  bool backward = false;   // called in a backward pass
+  int iteration = 0;       // parameters were updated between two iterations
+  int micro = 0;           // micro-batch: backwards since the last update
+  std::int64_t start = 0;
+  std::int64_t end = 0;
+};
+
+class Recorder {
+ public:
+  explicit Recorder(std::unique_ptr<StepClock> clock = makeHostClock()) : clock_(std::move(clock)) {}
+
+  bool recording() const { return recording_.load(std::memory_order_relaxed); }
+  // Starts anew: what was recorded before is dropped.
+  void start();
+  // Stops and hands over what was recorded, with times in nanoseconds.
+  std::vector<RecordedOp> stop();
+  // True when compiled code communicated since start(): its collectives are placed by a plan already.
+  bool sawCompiled() const { return compiled_.load(std::memory_order_relaxed); }
+  void noteCompiled() {
+    if (recording()) {
+      compiled_.store(true, std::memory_order_relaxed);
+    }
+  }
+
+  // The mark for `start` of add; 0 when nothing is recorded.
+  std::int64_t mark() { return recording() ? clock_->mark() : 0; }
+  // An operation that began at mark `start` and ends now. `version` of the shard tells iterations apart (reads only).
+  // Does nothing for start 0, so that what began before the recording is left out.
+  void add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype, std::int64_t bytes, bool backward,
+           std::int64_t start, std::int64_t version = -1);
+  // From any thread.
+  void release(std::int64_t id, at::ScalarType dtype, std::int64_t bytes);
+
+ private:
+  static constexpr std::size_t kMost = 1 << 20;  // a recording that nobody stops must not grow for ever
+
+  void append(RecordedOp op);
+
+  std::atomic<bool> recording_{false};
+  std::atomic<bool> compiled_{false};
+  std::mutex mutex_;
+  const std::unique_ptr<StepClock> clock_;
+  std::vector<RecordedOp> ops_;
+  std::unordered_map<std::int64_t, std::int64_t> versions_;  // of each shard at its last read
+  int iteration_ = 0;
+  int micro_ = 0;
+  bool backward_ = false;  // the last operation of the program was in a backward: where a release belongs
+};
+
+}  // namespace dc
