@@ -22,6 +22,7 @@ dc_test_by_file(
   runtime/tensor_text_test.cpp
   runtime/z1_executor_test.cpp
   runtime/z3_executor_failure_test.cpp
+  runtime/z3_executor_replay_test.cpp
   runtime/z3_executor_test.cpp)
 target_link_libraries(torch_tests PRIVATE dc_flags)
 target_include_directories(torch_tests PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import deepcompile
@@ -211,3 +212,44 @@ def accumulates(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_batches_follow_the_same_plan(stage: int) -> None:
     run_ranks(2, accumulates, stage)
+
+
+class Checkpointed(nn.Module):
+    """Blocks are run again in the backward, where their parameters are read by modules and not by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Llama(layers=2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.inner.embed(tokens[:, :-1])
+        for block in self.inner.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return self.inner.head(self.inner.norm(x)).square().mean()
+
+
+def runs_again(rank: int, world: int) -> None:
+    losses = []
+    for replays in (False, True):
+        model, optimizer = plain(make=Checkpointed)
+        found = [iterate(model, optimizer, rank)] if not replays else []
+        if replays:
+            with deepcompile.record():
+                found.append(iterate(model, optimizer, rank))
+            again = [op for op in deepcompile.get_recorded_ops() if op.kind == "gather" and op.phase == "backward"]
+            assert "inner.blocks.0.qkv.weight" in {op.param for op in again}
+            graph = deepcompile.compile()
+        for step in range(3):
+            if replays:
+                with graph.execute():
+                    found.append(iterate(model, optimizer, step))
+            else:
+                found.append(iterate(model, optimizer, step))
+        losses.append(found)
+        assert not replays or graph.divergences == 0
+        sharding_of(model).close()
+    assert losses[0] == losses[1]
+
+
+def test_blocks_that_are_run_again_in_the_backward_are_part_of_the_order() -> None:
+    run_ranks(2, runs_again)
