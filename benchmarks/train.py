@@ -171,7 +171,11 @@ class System:
 
 
 def main() -> int:
-    options = arguments(__doc__)
+    options = arguments(__doc__, device=True)
+    if options.device == "cuda":
+        import train_on_cuda
+
+        return train_on_cuda.main(options)
     report = Report("a step of Llama, 384 wide, batch 2 x 128, fp32, two ranks of one thread")
     turns = 4 if options.quick else 12
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ add_library(
   comm/inference_group.cpp
   comm/interpreter.cpp
   comm/ordered_sum.cpp
+  comm/roll_call.cpp
   comm/shared_tensor.cpp
   comm/shm_backend.cpp
   comm/shm_backend_gathers.cpp
@@ -17,7 +18,7 @@ add_library(
   comm/shm_tensors.cpp
   comm/shm_work.cpp
   ops/autograd.cpp
-  ops/cpu.cpp
+  ops/devices.cpp
   ops/functionalize.cpp
   ops/inference_all_reduce.cpp
   ops/kernels.cpp
@@ -25,6 +26,8 @@ add_library(
   ops/schemas.cpp
   runtime/agreement.cpp
   runtime/buffer_pool.cpp
+  runtime/device_kernels.cpp
+  runtime/device_stream.cpp
   runtime/executor.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
@@ -39,6 +42,8 @@ add_library(
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
+  runtime/timeline.cpp
+  runtime/watchdog.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
@@ -52,6 +57,8 @@ Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/replay.cpp 
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)
+
+include(cuda_parts.cmake)
 
 # In place the libraries lie where the installed package has them. Relative run paths, so that the package can be moved;
 # torch's libraries are in the process already when the module is loaded.

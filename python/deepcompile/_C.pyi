@@ -36,17 +36,22 @@ def open_shm_group(
 ) -> ShmGroup | str: ...
 def communicator_choice() -> str: ...
 
+class Channel: ...
+
 class Runtime:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
         config: Config,
         initial_reduce_bucket_size: int,
-        gather: Backend | ShmGroup,
-        reduce: Backend | ShmGroup,
-        control: Backend | ShmGroup,
+        gather: Backend | ShmGroup | Channel,
+        reduce: Backend | ShmGroup | Channel,
+        control: Backend | ShmGroup | Channel,
         local_ranks: int,
+        device: torch.device,
+        store: Store,
     ) -> None: ...
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None: ...
     def register_param(
         self,
         ds_id: int,

@@ -27,6 +27,8 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
+    #: The shard is the whole parameter: it is read as it is.
+    whole: bool
 
 
 _classes: dict[tuple[type[nn.Module], tuple[_Read, ...]], type[nn.Module]] = {}
@@ -53,6 +55,14 @@ def _property(read: _Read) -> property:
     attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
     dtype, keep = read.dtype, read.keep
 
+    def view(module: nn.Module) -> torch.Tensor:
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter.view(shape).to(dtype)
+
+    if read.whole:
+        return property(view)
+
     def gather(module: nn.Module) -> torch.Tensor:
         shard = module._parameters[attribute]
         guard = _NO_GUARD if torch.compiler.is_compiling() else _guard()
@@ -63,7 +73,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False)).fget
     assert getter is not None
     return getter
 
@@ -118,7 +128,9 @@ def install(sharding: Sharding) -> None:
     for sharded in sharding.params:
         keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
-            read = _Read(attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep)
+            read = _Read(
+                attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep, sharding.whole
+            )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
@@ -146,7 +158,7 @@ class _Slicer:
 def _install_leaf_hooks(sharding: Sharding) -> None:
     """A leaf module gathers all its parameters at entry, in one collective, on every rank alike."""
     wanted = set(sharding.config.zero_optimization.leaf_modules)
-    if not wanted:
+    if not wanted or sharding.whole:
         return
     by_parameter = sharding.by_parameter()
     for path, module in sharding.model.named_modules():

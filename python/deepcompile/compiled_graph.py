@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pathlib
@@ -17,21 +16,22 @@ from deepcompile import plan as planner
 from deepcompile import recording
 from deepcompile._load import _C
 from deepcompile.agreement import Agreement
-from deepcompile.planning import RecordedOptions, Step
+from deepcompile.compiled_graph_file import load_variants, variants_text
+from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
 from deepcompile.recorded_step import Read, cycles_of, flushes, reads_key, schedule
-from deepcompile.replay_planning import Variant, new_agreement, plan_cycles, sharding_for
+from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
 from deepcompile.report import Explanation, exposed_seconds, step_rows, trace_events
 from deepcompile.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
 
-_FORMAT = "deepcompile compiled graph 1"
-
 #: A divergence of the same kind becomes an order of its own when it has come this often.
 SAME_KIND = 3
 #: Orders that are kept beside each other. Each costs memory for its plan, not for parameters.
 MOST_VARIANTS = 16
+#: Kinds of divergences that are said; later ones are only counted.
+MOST_SAID = 8
 
 #: Graphs of models that are executing a compiled graph now.
 _executing: set[int] = set()
@@ -58,11 +58,7 @@ class CompiledGraph:
             self._agree_on_difference,
             names,
         )
-        order = [names[id] for id in _C.reduction_order(sharding.graph_id)]
-        sizes = {s.name: s.numel for s in sharding.params}
-        # On the caller's thread nothing overlaps: there the fewest reductions are the best.
-        inline = sharding.runtime.stats()["cpu_stream"] == "inline"
-        self._flushes = [] if inline else flushes(self._planned, order, sizes)
+        self._flushes: list[bool] | None = None  # known when the first backward has shown the order of gradients
         self._kinds: Counter[str] = Counter()  # divergences by what was read
         self._said: set[str] = set()
         self._trace_to: str | None = None
@@ -122,8 +118,17 @@ class CompiledGraph:
         elif self._trace_to is not None:
             self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(True)
-        _C.plan_flushes(graph_id, self._flushes)
+        _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
+
+    def _planned_flushes(self) -> list[bool]:
+        order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
+        if self._flushes is None and order:
+            sizes = {s.name: s.numel for s in self._sharding.params}
+            # On the caller's thread nothing overlaps: there the fewest reductions are the best.
+            inline = self._sharding.runtime.stats()["cpu_stream"] == "inline"
+            self._flushes = [] if inline else flushes(self._planned, order, sizes)
+        return self._flushes or []
 
     def deactivate(self) -> None:
         graph_id = self._sharding.graph_id
@@ -146,16 +151,21 @@ class CompiledGraph:
         for difference, reads in self._follower.take_divergences():
             key = reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads)
             self._kinds[key] += 1
-            if key not in self._said:
-                self._said.add(key)
-                if self._sharding.rank == 0:
-                    _log.warning(
-                        "deepcompile: an iteration left the recorded order: %s. It is right, and what was not planned is "
-                        "gathered on demand. Said once for each kind; compiled_graph.divergences counts them",
-                        difference,
-                    )
+            self._say(key, difference)
             if ops is not None and self._kinds[key] >= SAME_KIND:
                 self.add_variant(key, ops)
+
+    def _say(self, key: str, difference: str) -> None:
+        if key in self._said or len(self._said) >= MOST_SAID:
+            return
+        self._said.add(key)
+        if self._sharding.rank == 0:
+            _log.warning(
+                "deepcompile: an iteration left the recorded order: %s. It is right, and what was not planned is gathered "
+                "on demand. Said once for each kind%s; compiled_graph.divergences counts them",
+                difference,
+                ", and no more after this one" if len(self._said) == MOST_SAID else "",
+            )
 
     def _wants_variant(self) -> bool:
         return len(self._variants) < MOST_VARIANTS and any(
@@ -270,44 +280,16 @@ class CompiledGraph:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Rank 0 writes the orders and their plans as text. Every rank calls it."""
         if self._sharding.rank == 0:
-            ahead = self._options.prefetch_ahead
-            head = {
-                "prefetch_ahead": ahead,
-                "memory_budget": self._options.budget,
-                "update_seconds": self._options.update_seconds,
-            }
-            parts = [_FORMAT, json.dumps(head), self._options.machine.text]
-            for variant in self._variants:
-                plan = variant.step.plan
-                assert plan is not None
-                parts += [variant.own_ops().text, plan.text, plan.planned.text]
             temporary = pathlib.Path(f"{os.fspath(path)}.part")
-            temporary.write_text("\n====\n".join(parts))
+            temporary.write_text(variants_text(self._variants, self._options))
             temporary.replace(path)
         self._agreement.require_same("saved", "saved a compiled graph")
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> CompiledGraph:
         """What :meth:`save` wrote, for the same model sharded in the same way. Every rank calls it."""
-        file = os.fspath(path)
-        parts = pathlib.Path(path).read_text().split("\n====\n")
-        if parts[0] != _FORMAT or len(parts) < 6 or len(parts) % 3 != 0:
-            raise ValueError(f"{file}: not a file that CompiledGraph.save wrote (it should begin with {_FORMAT!r})")
-        head = json.loads(parts[1])
-        all_ops = [RecordedOps.parse(text, file) for text in parts[3::3]]
-        sharding = sharding_for(all_ops[0], model, file)
-        options = RecordedOptions(
-            planner.Machine(parts[2]), head["memory_budget"], head["prefetch_ahead"], head["update_seconds"]
-        )
+        sharding, variants, options = load_variants(path, model)
         agreement = new_agreement(sharding)
-        variants: list[Variant] = []
-        for ops, graph_text, plan_text in zip(all_ops, parts[4::3], parts[5::3], strict=True):
-            cycle = cycles_of(ops)[0]
-            step = Step(
-                f"order-{len(variants)}", cycle.graphs, [], seconds=cycle.seconds, measured=True, recorded=options
-            )
-            sharding.planner.load_recorded(step, graph_text, plan_text)
-            variants.append(Variant(cycle, step, ops))
         agreement.require_same(" ".join(variant.outcome for variant in variants), "loaded a compiled graph")
         return CompiledGraph(sharding, variants, options, agreement)
 

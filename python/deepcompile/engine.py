@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer, total_norm_over_shards
+from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer
+from deepcompile.clipping import Clipping
 from deepcompile.config import Config, OptimizerConfig, load_config
 from deepcompile.deferred import InitFunction
 from deepcompile.engine_replay import ReplayProfile
@@ -120,8 +121,7 @@ class Engine:
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0
         self.skipped_steps = 0
-        #: The global norm of the gradients at the last step, before clipping; None before the first.
-        self.grad_norm: float | None = None
+        self._clipping = Clipping(self.sharding, config.gradient_clipping)
         self._micro_steps = 0  # backwards since the last optimizer step
         self._awaits_step = False
         self._said_skip = False
@@ -216,10 +216,13 @@ class Engine:
         self._micro_steps = 0
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
-        taken = self._clip()
+        if self._clipping.heard():
+            self._skip("the step before the last")
+        taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
             self.optimizer.step()
+            self._clipping.done(self.optimizer)
             self.steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -250,24 +253,15 @@ class Engine:
             pathlib.Path(self._trace_to).write_text(trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
 
-    def _clip(self) -> bool:
-        """Undoes the loss scale and clips. False, on all ranks alike, when the gradients are not finite."""
-        gradients = [s.param.grad for s in self.sharding.params if s.param.grad is not None]
-        scale = self.loss_scale.value
-        norm = total_norm_over_shards(gradients, 2.0, self.sharding.group).item() / scale
-        self.grad_norm = norm
-        if norm != norm or norm == float("inf"):
-            return False
-        factor = 1 / scale
-        limit = self.config.gradient_clipping
-        if limit > 0:
-            factor *= min(1.0, limit / (norm + 1e-6))
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        return True
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the gradients at the last step, before clipping; None before the first."""
+        return self._clipping.norm
 
-    def _skip(self) -> None:
+    def _skip(self, late: str = "") -> None:
         self.skipped_steps += 1
+        if late:
+            self.steps -= 1  # it was counted before its gradients were known
         if self._said_skip:
             return
         self._said_skip = True
@@ -278,7 +272,7 @@ class Engine:
             "counts them",
             self.sharding.rank,
             self.steps + self.skipped_steps,
-            where,
+            where if not late else f" ({late})",
             f" and the loss scale is now {self.loss_scale.value:g}" if self.loss_scale.dynamic else "",
         )
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
-from deepcompile import _channels
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
 from deepcompile.prefetch_limit import limit_prefetch
@@ -31,12 +33,13 @@ from deepcompile.step_plan import (
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
-#: A machine before anything is measured: ranks of one host over sockets.
+#: Machines before anything is measured: ranks of one host over sockets; GPUs of one host.
 #: The runtime does not offload yet, so that is made too slow to pay.
-_UNMEASURED = (
-    "machine this like 2xcpu\ninside latency=100us bandwidth=1GB\nslowdown 200\n"
-    "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
-)
+_NO_OFFLOAD = "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
+_UNMEASURED = {
+    "cpu": f"machine this like 2xcpu\ninside latency=100us bandwidth=1GB\nslowdown 200\n{_NO_OFFLOAD}",
+    "cuda": f"machine this like 8xh200\n{_NO_OFFLOAD}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ class StepPlanner:
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
         self._agreement = Agreement(sharding.group, f"plan/{sharding.graph_id}", self._config.timeout)
-        self.machine = planner.Machine(f"{_UNMEASURED}devices {max(1, sharding.world)}\n")
+        self.machine = planner.Machine(f"{_UNMEASURED[sharding.runtime.device.type]}devices {max(1, sharding.world)}\n")
         self.budget = self._agree_on_budget()
         self._facts = {
             sharded.name: ParamFacts(
@@ -91,8 +94,12 @@ class StepPlanner:
         }
 
     def _agree_on_budget(self) -> int:
-        own = self._config.memory_budget or available_memory() // _channels.ranks_on_this_host(self._sharding.group)
-        return min(int(text) for text in self._agreement.exchange(str(own), "is about to plan"))
+        """What each rank may use: of the memory that it shares with others, its part."""
+        device = self._sharding.runtime.device
+        free = available_memory(device)
+        said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
+        sharing = Counter(name for _, name in said)
+        return self._config.memory_budget or min(int(bytes_) // sharing[name] for bytes_, name in said)
 
     def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
@@ -191,8 +198,18 @@ class StepPlanner:
         return training[0] if len(training) == 1 else None
 
 
-def available_memory() -> int:
-    """Bytes that could be used on this host, now."""
+def memory_name(device: torch.device) -> str:
+    """The same for ranks that share one memory."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return platform.node() or "host"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that could be used on the device (the host for CPU), now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from deepcompile import plan as planner
@@ -67,23 +68,29 @@ class Profile:
     def line(self, changed: bool) -> str:
         return one_line(self._sharding, changed, self.why_not)
 
+    def _now(self) -> int:
+        """When the device has done what it was given, which in a measured iteration may take its time."""
+        if self._sharding.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._sharding.runtime.device)
+        return time.monotonic_ns()
+
     def start_forward(self) -> None:
         if self._recording:
             self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(True)
-            self._current = Iteration(time.monotonic_ns())
+            self._current = Iteration(self._now())
 
     def end_forward(self) -> None:
         if self._current is not None:
-            self._current.forward_end = time.monotonic_ns()
+            self._current.forward_end = self._now()
 
     def start_backward(self) -> None:
         if self._current is not None:
-            self._current.backward_start = time.monotonic_ns()
+            self._current.backward_start = self._now()
 
     def end_backward(self) -> None:
         if self._current is not None:
-            self._current.backward_end = time.monotonic_ns()
+            self._current.backward_end = self._now()
             self._current.spans = self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(False)
             self._finished.append(self._current)

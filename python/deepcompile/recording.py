@@ -56,7 +56,6 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
         for sharding in shardings:
             if sharding.is_open:
                 _C.stop_recording(sharding.graph_id)
-                sharding.runtime.record_timeline(False)
 
 
 def get_recorded_ops() -> RecordedOps:
@@ -70,7 +69,6 @@ def get_recorded_ops() -> RecordedOps:
 
 def start(sharding: Sharding) -> None:
     sharding.runtime.take_timeline()
-    sharding.runtime.record_timeline(True)
     _C.start_recording(sharding.graph_id)
 
 
@@ -78,7 +76,6 @@ def stop(sharding: Sharding, ended: int) -> RecordedOps:
     """Everything since :func:`start`; ``ended``: when, in nanoseconds of the steady clock."""
     compiled = _C.recorded_compiled(sharding.graph_id)
     ops = _C.stop_recording(sharding.graph_id)
-    sharding.runtime.record_timeline(False)
     spans = sharding.runtime.take_timeline()
     if compiled:
         raise RuntimeError(

@@ -70,7 +70,10 @@ class Sharding:
             group,
             {"timeout": config.timeout, "pre_div_reduce": config.prescale_gradients, "debug": config.debug},
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
+            device=_device_of(model),
         )
+        #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
+        self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None
@@ -99,8 +102,8 @@ class Sharding:
         for sharded in self.params:
             param = sharded.param
             buffer = None
-            if param.requires_grad:
-                buffer = torch.zeros_like(param, dtype=torch.float32 if param.dtype in _HALF else param.dtype)
+            if param.requires_grad and not self.whole:
+                buffer = torch.zeros_like(param, dtype=self._accumulation_dtype(param.dtype))
             self.runtime.register_z3_param(
                 sharded.id,
                 sharded.full_shape,
@@ -112,6 +115,11 @@ class Sharding:
             )
         ids = [sharded.id for sharded in self.params]
         self.runtime.register_graph_z3(self.graph_id, ids, reduce_at_update=self.config.stage == 1)
+
+    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Sums over several backwards are in 32 bits; a single gradient needs no more than PyTorch gives it."""
+        several = self.config.gradient_accumulation_steps > 1
+        return torch.float32 if dtype in _HALF and several else dtype
 
     def gather(self, sharded: ShardedParam, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
@@ -139,6 +147,18 @@ class Sharding:
 
     def close(self) -> None:
         self.runtime.cleanup()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model lives, or is going to be made."""
+    devices = {param.device for param in model.parameters()}
+    there = sorted(devices - {torch.device("meta")}, key=str)
+    if len(there) > 1:
+        raise ValueError(
+            f"the parameters of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device before "
+            "it is sharded: each rank trains on one"
+        )
+    return there[0] if there else torch.get_default_device()
 
 
 def _bucket_size(model: nn.Module) -> int:
@@ -210,7 +230,7 @@ def shard(
             sharding.params.append(sharded)
     for buffer in model.buffers():
         if buffer.numel() > 0:
-            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+            _broadcast(buffer, group)
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
@@ -283,10 +303,10 @@ def _leaf_parameters(model: nn.Module, wanted: list[str]) -> set[nn.Parameter]:
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter '{name}' is lazy and has no shape yet: run the model once before it is sharded")
-    if param.device.type not in ("cpu", "meta") or param.layout != torch.strided:
+    if param.device.type not in ("cpu", "cuda", "meta") or param.layout != torch.strided:
         raise ValueError(
-            f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; this build shards strided CPU "
-            "parameters"
+            f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; strided parameters on cpu and cuda "
+            "can be sharded"
         )
     if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
         raise ValueError(f"parameter '{name}' is a {type(param.data).__name__}; shard a model of plain tensors")
@@ -327,6 +347,31 @@ def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> 
     return dataclasses.replace(sharded, param=param)
 
 
+def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return any(reached.type == device.type for reached in group._device_types)
+
+
+def _scatter(own: torch.Tensor, parts: list[torch.Tensor] | None, group: dist.ProcessGroup) -> None:
+    """Through the host where the group does not reach the device."""
+    source = dist.get_global_rank(group, 0)
+    if _reaches(group, own.device):
+        dist.scatter(own, parts, src=source, group=group)
+        return
+    received = own.cpu()
+    dist.scatter(received, [part.cpu() for part in parts] if parts else None, src=source, group=group)
+    own.copy_(received)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    if _reaches(group, tensor.device):
+        dist.broadcast(tensor, source, group=group)
+        return
+    on_host = tensor.cpu()
+    dist.broadcast(on_host, source, group=group)
+    tensor.copy_(on_host)
+
+
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
     param, group = sharded.param, sharding.group
@@ -334,8 +379,8 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     parts = None
     if sharding.rank == 0:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
-    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype)
-    dist.scatter(own, parts, src=dist.get_global_rank(group, 0), group=group)
+    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
+    _scatter(own, parts, group)
     if sharded.read_dtype == sharding.config.compute_dtype:
         own = own.float()  # the master copy, from which gathers cast
     param.data = own

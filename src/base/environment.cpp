@@ -24,7 +24,7 @@ void readChoice(const char* variable, std::string& value, const std::vector<std:
   value = text;
 }
 
-void readBytes(const char* variable, std::int64_t& value) {
+void readNumber(const char* variable, std::int64_t& value, const char* unit) {
   const char* text = std::getenv(variable);
   if (text == nullptr || *text == '\0') {
     return;
@@ -32,7 +32,7 @@ void readBytes(const char* variable, std::int64_t& value) {
   const char* end = text + std::strlen(text);
   const auto [stopped, error] = std::from_chars(text, end, value);
   check(error == std::errc() && stopped == end && value >= 0,
-        [&] { return concat("environment variable ", variable, "='", text, "': expected a number of bytes"); });
+        [&] { return concat("environment variable ", variable, "='", text, "': expected a number of ", unit); });
 }
 
 }  // namespace
@@ -42,8 +42,9 @@ Environment Environment::read() {
   readChoice("DEEPCOMPILE_CPU_STREAM", environment.cpu_stream, {"auto", "inline", "worker"});
   readChoice("DEEPCOMPILE_COMMUNICATOR", environment.communicator, {"auto", "c10d"});
   readChoice("DEEPCOMPILE_LOG", environment.log, {"error", "warning", "info", "debug"});
-  readBytes("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes);
-  readBytes("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes);
+  readNumber("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes, "bytes");
+  readNumber("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes, "bytes");
+  readNumber("DEEPCOMPILE_STREAM_DELAY_US", environment.stream_delay_us, "microseconds");
   return environment;
 }
 

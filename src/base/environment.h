@@ -23,6 +23,10 @@ struct Environment {
   std::int64_t shm_one_step_bytes = -1;
   std::int64_t shm_chunk_bytes = -1;
 
+  // DEEPCOMPILE_STREAM_DELAY_US: hold up a device's streams for random times below this many microseconds, to bring out
+  // an ordering that is missing (docs/cuda.md). 0: never.
+  std::int64_t stream_delay_us = 0;
+
   // Reads the process's environment. A value that is not listed above is an error that names the variable.
   static Environment read();
 };

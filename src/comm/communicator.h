@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -72,6 +73,15 @@ class Communicator {
 
   // True when a rank that waits for others keeps its core busy; false when it sleeps in the kernel.
   virtual bool spins() const { return false; }
+
+  // True when the shard of a gather may lie in its own place of the result.
+  virtual bool gathersInPlace() const { return false; }
+
+  // True when ReduceOp::Average divides before it adds, at no cost: no overflow in 16 bits.
+  virtual bool averageDividesFirst() const { return false; }
+
+  // What the communicator has noticed by itself: an error of an operation that was enqueued on a device.
+  virtual std::optional<std::string> brokenBy() { return std::nullopt; }
 
   // Makes pending and later operations of this rank fail soon. For teardown after an error.
   virtual void abort() = 0;

@@ -12,10 +12,10 @@
 
 namespace dc {
 
-// Runs `work` on `stream` below autograd. What it throws is reported as "<what()> failed: ...".
+// `work` below autograd. What it throws is reported as "<what()> failed: ...".
 template <std::invocable What, typename Work>
-void runDetached(Stream& stream, What what, Work work) {
-  stream.run([what = std::move(what), work = std::move(work)] {
+Stream::Work detached(What what, Work work) {
+  return [what = std::move(what), work = std::move(work)] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     try {
       work();
@@ -25,7 +25,19 @@ void runDetached(Stream& stream, What what, Work work) {
            "names ",
            "the ranks that differ");
     }
-  });
+  };
+}
+
+template <std::invocable What, typename Work>
+void runDetached(Stream& stream, What what, Work work) {
+  stream.run(detached(std::move(what), std::move(work)));
+}
+
+// For collectives: see Stream::runWatched.
+template <std::invocable What, typename Work>
+void runCollective(Stream& stream, What what, Work work) {
+  Stream::Work wrapped = detached(what, std::move(work));
+  stream.runWatched(std::move(wrapped), std::move(what));
 }
 
 }  // namespace dc

@@ -31,11 +31,14 @@ class Context {
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
   const std::shared_ptr<LateError> late_error = std::make_shared<LateError>();
   const std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
-  const std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>();
+  const std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(timeline);
   Stats stats;
 
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.
   std::mutex mutex;
+
+  // True where work is ordered on a device and the host does not wait for it. Set before anything runs.
+  bool device_order = false;
 
   // While true, reductions and frees are skipped.
   std::atomic<bool> profiling{false};

@@ -12,6 +12,7 @@
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/device_kernels.h"
 
 namespace dc {
 
@@ -195,7 +196,8 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     } else if (add) {
       buffer.add_(grad.reshape({-1}));
     } else {
-      buffer.copy_(grad.reshape({-1}));
+      const CopyPart part{buffer, grad.reshape({-1})};
+      copyParts({&part, 1});
     }
     return;
   }
@@ -220,11 +222,15 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
           slice.zero_();
           return;
         }
-        slice.narrow(0, 0, numel).copy_(grad.reshape({-1}));
-        slice.narrow(0, numel, slice.numel() - numel).zero_();
+        const bool padded = slice.numel() > numel;
+        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, grad.reshape({-1})};
+        copyParts({&part, 1});
+        if (padded) {
+          slice.narrow(0, numel, slice.numel() - numel).zero_();
+        }
       });
   ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
-  if (copy_stream_->record().passed()) {
+  if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
     task.dropGradient();
   }
   // What is left at the end is flushed there, with word of what is beyond the order.
@@ -249,7 +255,7 @@ void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
 }
 
 void CustomOpExecutor::applyPreDivision(at::ScalarType scalar_type) {
-  if (!pre_div_reduce_ || comm_->size() == 1) {
+  if (!dividesBucket() || comm_->size() == 1) {
     return;
   }
   const auto bucket = reduce_buckets_->getBuffer(scalar_type);
@@ -263,6 +269,50 @@ void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
   reduce_buckets_->swap(scalar_type, *rs_stream_, *copy_stream_, context_->deadline());
   context_->stats.buckets_flushed.fetch_add(1, std::memory_order_relaxed);
 }
+
+namespace {
+
+// A gradient in a bucket on its way to its owners.
+struct Reduction {
+  at::Tensor send;
+  std::vector<Slice> owners;
+  at::Tensor buffer;  // of this rank's slice
+  bool add;           // to what the buffer holds
+};
+
+// On the reduce stream: what is allocated here is used here alone. `presence` has a row per rank; `counts` becomes the
+// sum of the rows. Returns the bytes that were reduced.
+std::int64_t reduceParts(Communicator& comm, const std::vector<Reduction>& reductions, const at::Tensor& presence,
+                         at::Tensor& counts, ReduceOp op, std::uint64_t tag) {
+  const auto options = reductions[0].send.options();
+  std::vector<ReducePart> parts;
+  std::int64_t bytes = 0;
+  for (const Reduction& one : reductions) {
+    const bool in_place = !one.add && one.buffer.scalar_type() == one.send.scalar_type();
+    parts.push_back(
+        {one.send, one.owners,
+         in_place ? one.buffer : at::empty({one.owners[static_cast<std::size_t>(comm.rank())].size()}, options)});
+    bytes += static_cast<std::int64_t>(one.send.nbytes());
+  }
+  const std::int64_t columns = presence.size(1);
+  std::vector<Slice> rows;
+  for (int r = 0; r < comm.size(); ++r) {
+    rows.push_back({r * columns, (r + 1) * columns});
+  }
+  counts = at::empty({columns}, options);
+  parts.push_back({presence.to(options, /*non_blocking=*/true).view({-1}), std::move(rows), counts});
+  comm.reduceScatter(parts, op, tag);
+  for (std::size_t i = 0; i < reductions.size(); ++i) {
+    if (reductions[i].add) {
+      reductions[i].buffer.add_(parts[i].receive);
+    } else if (!parts[i].receive.is_same(reductions[i].buffer)) {
+      reductions[i].buffer.copy_(parts[i].receive);
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
 
 // Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in
 // docs/runtime.md.
@@ -278,44 +328,22 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   blockCopyEvents(scalar_type);
   applyPreDivision(scalar_type);
 
-  struct Accumulation {
-    at::Tensor buffer;
-    at::Tensor received;
-    bool add;
-  };
-  std::vector<ReducePart> parts;
-  std::vector<Accumulation> accumulations;
+  std::vector<Reduction> reductions;
   std::vector<std::int64_t> ids;
-  const int rank = comm_->rank();
   const auto count = static_cast<std::int64_t>(tasks.size());
-  const auto options = tasks[0].getSendBuf().options();
   // One more column: whether this rank has gradients beyond the expected ones (reduceSurplus).
-  const at::Tensor presence = at::ones({comm_->size(), count + 1}, options);
+  const at::Tensor presence = at::ones({comm_->size(), count + 1}, at::TensorOptions().dtype(at::kFloat));
   presence.select(1, count).fill_(order_ && order_->hasSurplus() ? 1 : 0);
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
-    const auto& owners = param.getOwners();
-    const bool add = noteAccumulation(param);
-    const at::Tensor& buffer = param.getFlatGradBuffer();
-    const bool in_place = !add && buffer.scalar_type() == scalar_type;
-    const at::Tensor received = in_place ? buffer : at::empty({owners[rank].size()}, options);
-    if (!in_place) {
-      accumulations.push_back({buffer, received, add});
-    }
     if (!task.hasGradient()) {
       lacking = true;
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
     }
-    parts.push_back({task.getSendBuf(), owners, received});
+    reductions.push_back({task.getSendBuf(), param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
     ids.push_back(task.getDSId());
   }
-  std::vector<Slice> presence_owners;
-  for (int r = 0; r < comm_->size(); ++r) {
-    presence_owners.push_back({r * (count + 1), (r + 1) * (count + 1)});
-  }
-  const at::Tensor counts = at::empty({count + 1}, options);
-  parts.push_back({presence.view({-1}), std::move(presence_owners), counts});
 
   std::uint64_t tag = static_cast<std::uint64_t>(scalar_type) + 1;
   for (const std::int64_t id : ids) {
@@ -323,29 +351,17 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   }
   const std::string what = concat("reducing the gradients of ", ids.size(), " parameters (ids ",
                                   join_as_str(ids, ", ", 100), ", ", scalar_type, ") on ", place());
-  runDetached(
+  auto counts = std::make_shared<at::Tensor>();
+  runCollective(
       *rs_stream_, [what] { return what; },
-      [comm = comm_, parts = std::move(parts), accumulations = std::move(accumulations), op = getReductionOp(), tag,
+      [comm = comm_, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
        timeline = context_->timeline, first = tasks[0].getDSId(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
-        const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
+        const Timeline::Mark started = timeline->mark();
         agreeOnCollective(*comm, signature);
-        comm->reduceScatter(parts, op, tag);
-        if (started != 0) {
-          std::int64_t bytes = 0;
-          for (const ReducePart& part : parts) {
-            bytes += static_cast<std::int64_t>(part.send.nbytes());
-          }
-          timeline->add(Timeline::Kind::Reduce, first, bytes, started);
-        }
-        for (const Accumulation& a : accumulations) {
-          if (a.add) {
-            a.buffer.add_(a.received);
-          } else {
-            a.buffer.copy_(a.received);
-          }
-        }
+        const std::int64_t bytes = reduceParts(*comm, reductions, presence, *counts, op, tag);
+        timeline->add(Timeline::Kind::Reduce, first, bytes, started);
       });
   last_presence_ = counts;
   if (lacking) {
@@ -394,7 +410,7 @@ void CustomOpExecutor::endBackward() {
   for (const ArrivedGradient& arrived : rest) {
     enter(arrived);
   }
-  last_presence_ = at::Tensor();
+  last_presence_.reset();
   flushAllReduceBuckets();
   context_->await(rs_stream_->record());
   if (comm_->size() > 1) {
@@ -412,8 +428,12 @@ void CustomOpExecutor::endBackward() {
 void CustomOpExecutor::reduceSurplus() {
   std::vector<ArrivedGradient> surplus = order_->takeSurplus();
   bool any = false;
-  if (last_presence_.defined()) {
-    any = last_presence_[last_presence_.numel() - 1].item<double>() > 0;
+  if (context_->device_order) {
+    // Reading what the others said would stop the host in every backward. So here gradients beyond the expected ones
+    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline.
+    any = !surplus.empty();
+  } else if (last_presence_ != nullptr) {
+    any = (*last_presence_)[last_presence_->numel() - 1].item<double>() > 0;
   } else {
     for (const std::string& other : comm_->exchange(std::string(1, surplus.empty() ? 'n' : 'y'))) {
       any = any || other == "y";
@@ -451,7 +471,7 @@ void CustomOpExecutor::reduceSurplus() {
 
 void CustomOpExecutor::readPresence() {
   for (const Presence& presence : presence_) {
-    const at::Tensor counts = presence.counts.to(at::kCPU, at::kDouble);
+    const at::Tensor counts = presence.counts->to(at::kCPU, at::kDouble);
     const double* values = counts.const_data_ptr<double>();
     for (std::size_t i = 0; i < presence.ids.size(); ++i) {
       if (values[i] > 0) {

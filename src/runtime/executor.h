@@ -88,7 +88,7 @@ class CustomOpExecutor {
   // The reduction waits for the copies into the bucket.
   void blockCopyEvents(at::ScalarType scalar_type);
   void applyPreDivision(at::ScalarType scalar_type);
-  ReduceOp getReductionOp() const { return pre_div_reduce_ ? ReduceOp::Sum : ReduceOp::Average; }
+  ReduceOp getReductionOp() const { return dividesBucket() ? ReduceOp::Sum : ReduceOp::Average; }
   // Forgets the tasks and swaps the buckets.
   void performCleanup(at::ScalarType scalar_type);
   void reduceToOwners(at::ScalarType scalar_type);
@@ -114,6 +114,8 @@ class CustomOpExecutor {
   std::shared_ptr<Context> context_;
 
  private:
+  // True when the bucket is divided in a pass of its own, before the sum.
+  bool dividesBucket() const { return pre_div_reduce_ && !comm_->averageDividesFirst(); }
   void openBackward(bool update);
   void abandonBackward();
   void reduceSurplus();
@@ -127,7 +129,7 @@ class CustomOpExecutor {
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
   struct Presence {
     std::vector<std::int64_t> ids;
-    at::Tensor counts;
+    std::shared_ptr<const at::Tensor> counts;  // there when the reduction has run
   };
 
   std::unordered_set<std::int64_t> members_;
@@ -140,7 +142,7 @@ class CustomOpExecutor {
   std::int64_t autograd_task_ = -1;
   std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;
-  at::Tensor last_presence_;  // of the bucket that was flushed last
+  std::shared_ptr<const at::Tensor> last_presence_;  // of the bucket that was flushed last
   std::unordered_set<std::int64_t> without_gradient_;
 };
 

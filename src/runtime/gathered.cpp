@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/Functions.h>
+
 #include "deepcompile/base/error.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/storage_guard.h"
@@ -118,6 +120,9 @@ void guardWriting(const at::Tensor& gathered, Writing writing, std::shared_ptr<c
   if (owner == nullptr || !owner->buffer) {
     return;
   }
+  if (writing == Writing::Noticed && !gathered.device().is_cpu()) {
+    return;  // noticing takes a look at the memory, which the host does not have
+  }
   owner->reportChange();
   owner->read_only = std::move(message);
   owner->writing = writing;
@@ -140,9 +145,9 @@ void releaseStorage(const at::Tensor& gathered, std::string message, bool poison
   }
   allowWriting(gathered);
   c10::StorageImpl& storage = *gathered.storage().unsafeGetStorageImpl();
-  if (poison && storage.device_type() == at::kCPU) {
+  if (poison) {
     // All bits set is a NaN in every floating-point type.
-    std::memset(owner->buffer->memory.get(), 0xff, static_cast<std::size_t>(owner->buffer->bytes));
+    rawTensor(owner->buffer->memory.get(), {owner->buffer->bytes}, at::kByte, storage.device()).fill_(0xff);
   }
   c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
   void* const context = data.release_context();

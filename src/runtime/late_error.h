@@ -20,12 +20,19 @@ class LateError {
     }
   }
 
+  // The same for an error after which nothing works any more: every raise() throws it.
+  void setForGood(std::string message) {
+    set(std::move(message));
+    const std::lock_guard lock(mutex_);
+    for_good_ = true;
+  }
+
   // Throws what was set, once.
   void raise() {
     std::optional<std::string> message;
     {
       const std::lock_guard lock(mutex_);
-      message = std::exchange(message_, std::nullopt);
+      message = for_good_ ? message_ : std::exchange(message_, std::nullopt);
     }
     if (message) {
       fail(*message);
@@ -35,6 +42,7 @@ class LateError {
  private:
   std::mutex mutex_;
   std::optional<std::string> message_;
+  bool for_good_ = false;
 };
 
 }  // namespace dc

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/text.h"
@@ -95,12 +95,12 @@ void DSParam::offload() {
     return;
   }
   const auto bytes = static_cast<std::int64_t>(storage.nbytes());
-  state.host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  state.host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(!shard.device().is_cpu()));
   // The storage is empty from now on; the work owns the device memory until it has been copied.
   auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, shard.device())));
   guardUntilReturn(storage, describe() + " is offloaded to host memory; call reload_parameter before it is used");
   state.offload_stream->run([host = state.host, memory, bytes, device = shard.device()] {
-    host.copy_(rawTensor(memory->get(), {bytes}, at::kByte, device));
+    host.copy_(rawTensor(memory->get(), {bytes}, at::kByte, device), /*non_blocking=*/true);
   });
   state.host_ready = state.offload_stream->record();
   state.away = true;
@@ -114,14 +114,15 @@ void DSParam::bringBack() const {
   c10::StorageImpl& storage = *ds_tensor_.storage().unsafeGetStorageImpl();
   const std::int64_t bytes = state.host.numel();
   const at::Device device = ds_tensor_.device();
-  c10::DataPtr memory = storage.allocator() != nullptr
-                            ? storage.allocator()->allocate(static_cast<std::size_t>(bytes))
-                            : c10::GetCPUAllocator()->allocate(static_cast<std::size_t>(bytes));
+  c10::Allocator* const allocator =
+      storage.allocator() != nullptr ? storage.allocator() : c10::GetAllocator(device.type());
+  c10::DataPtr memory = allocator->allocate(static_cast<std::size_t>(bytes));
   const at::Tensor target = rawTensor(memory.get(), {bytes}, at::kByte, device);
   unguardStorage(storage);
   storage.set_data_ptr_noswap(std::move(memory));
   state.reload_stream->wait(state.host_ready, deadlineAfter(Seconds(state.timeout)));
-  state.reload_stream->run([host = state.host, target, shard = ds_tensor_] { target.copy_(host); });
+  state.reload_stream->run(
+      [host = state.host, target, shard = ds_tensor_] { target.copy_(host, /*non_blocking=*/true); });
   state.reloaded = state.reload_stream->record();
   state.host = at::Tensor();
   state.host_ready = Event();

@@ -2,22 +2,9 @@
 
 #include <utility>
 
-#include "deepcompile/runtime/timeline.h"
-
 namespace dc {
-namespace {
-
-class HostClock final : public StepClock {
- public:
-  std::int64_t mark() override { return Timeline::now(); }
-  std::int64_t nanoseconds(std::int64_t mark) override { return mark; }
-};
-
-}  // namespace
-
-std::unique_ptr<StepClock> makeHostClock() { return std::make_unique<HostClock>(); }
-
 void Recorder::start() {
+  timeline_->record(true);
   const std::lock_guard lock(mutex_);
   ops_.clear();
   ops_.reserve(4096);
@@ -31,32 +18,36 @@ void Recorder::start() {
 
 std::vector<RecordedOp> Recorder::stop() {
   recording_.store(false, std::memory_order_relaxed);
-  std::vector<RecordedOp> ops;
+  std::vector<Pending> pending;
   {
     const std::lock_guard lock(mutex_);
-    ops = std::exchange(ops_, {});
+    pending = std::exchange(ops_, {});
   }
-  for (RecordedOp& op : ops) {
-    op.start = clock_->nanoseconds(op.start);
-    op.end = clock_->nanoseconds(op.end);
+  std::vector<RecordedOp> ops;
+  ops.reserve(pending.size());
+  for (Pending& one : pending) {
+    one.op.start = timeline_->timeOf(one.start);
+    one.op.end = timeline_->timeOf(one.end);
+    ops.push_back(one.op);
   }
+  timeline_->record(false);
   return ops;
 }
 
-void Recorder::append(RecordedOp op) {
+void Recorder::append(RecordedOp op, Timeline::Mark start, Timeline::Mark end) {
   if (ops_.size() < kMost) {
     op.iteration = iteration_;
     op.micro = micro_;
-    ops_.push_back(op);
+    ops_.push_back({op, std::move(start), std::move(end)});
   }
 }
 
 void Recorder::add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype, std::int64_t bytes, bool backward,
-                   std::int64_t start, std::int64_t version) {
-  if (start == 0 || !recording()) {
+                   const Timeline::Mark& start, std::int64_t version) {
+  if (!start || !recording()) {
     return;
   }
-  const std::int64_t end = clock_->mark();
+  Timeline::Mark end = timeline_->mark();
   const std::lock_guard lock(mutex_);
   if (version >= 0) {
     const auto [known, first] = versions_.emplace(id, version);
@@ -71,7 +62,7 @@ void Recorder::add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype,
     }
   }
   backward_ = backward;
-  append({kind, id, dtype, bytes, backward, 0, 0, start, end});
+  append({kind, id, dtype, bytes, backward}, start, std::move(end));
   if (kind == RecordedOp::Kind::End) {
     ++micro_;
     backward_ = false;
@@ -82,9 +73,9 @@ void Recorder::release(std::int64_t id, at::ScalarType dtype, std::int64_t bytes
   if (!recording()) {
     return;
   }
-  const std::int64_t now = clock_->mark();
+  const Timeline::Mark now = timeline_->mark();
   const std::lock_guard lock(mutex_);
-  append({RecordedOp::Kind::Release, id, dtype, bytes, backward_, 0, 0, now, now});
+  append({RecordedOp::Kind::Release, id, dtype, bytes, backward_}, now, now);
 }
 
 }  // namespace dc

@@ -1,9 +1,8 @@
 // The communication of iterations as they ran: every gather, wait, release and reduction of the calling program, in its
 // order, with the times between which the program computed. What record and replay (docs/replay.md) plans from.
 //
-// Off, it costs one relaxed load for each call. On, two marks of the clock and an append. Times are marks of a
-// StepClock, turned into nanoseconds only when the recording is taken: on a device a mark is an event on the compute
-// stream, so recording never waits for the device.
+// Off, it costs one relaxed load for each call. On, two moments of the timeline and an append. On a device a moment is
+// an event, turned into nanoseconds only when the recording is taken: recording never waits for the device.
 #pragma once
 
 #include <atomic>
@@ -15,19 +14,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "deepcompile/runtime/timeline.h"
+
 namespace dc {
-
-class StepClock {
- public:
-  virtual ~StepClock() = default;
-  // Now, in the order of the computation. Never 0.
-  virtual std::int64_t mark() = 0;
-  // Nanoseconds of a mark since a fixed point. May wait for the marked moment.
-  virtual std::int64_t nanoseconds(std::int64_t mark) = 0;
-};
-
-// The host's steady clock: right where computation runs on the calling thread.
-std::unique_ptr<StepClock> makeHostClock();
 
 struct RecordedOp {
   enum class Kind : std::uint8_t {
@@ -52,7 +41,8 @@ struct RecordedOp {
 
 class Recorder {
  public:
-  explicit Recorder(std::unique_ptr<StepClock> clock = makeHostClock()) : clock_(std::move(clock)) {}
+  // `timeline` tells the moments; it records as long as this does.
+  explicit Recorder(std::shared_ptr<Timeline> timeline) : timeline_(std::move(timeline)) {}
 
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
   // Starts anew: what was recorded before is dropped.
@@ -67,25 +57,30 @@ class Recorder {
     }
   }
 
-  // The mark for `start` of add; 0 when nothing is recorded.
-  std::int64_t mark() { return recording() ? clock_->mark() : 0; }
-  // An operation that began at mark `start` and ends now. `version` of the shard tells iterations apart (reads only).
-  // Does nothing for start 0, so that what began before the recording is left out.
+  // The moment for `start` of add; none where nothing is recorded.
+  Timeline::Mark mark() const { return recording() ? timeline_->mark() : Timeline::Mark(); }
+  // An operation that began at `start` and ends now. `version` of the shard tells iterations apart (reads only). Does
+  // nothing where `start` was not recorded, so that what began before is left out.
   void add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype, std::int64_t bytes, bool backward,
-           std::int64_t start, std::int64_t version = -1);
+           const Timeline::Mark& start, std::int64_t version = -1);
   // From any thread.
   void release(std::int64_t id, at::ScalarType dtype, std::int64_t bytes);
 
  private:
   static constexpr std::size_t kMost = 1 << 20;  // a recording that nobody stops must not grow for ever
 
-  void append(RecordedOp op);
+  struct Pending {
+    RecordedOp op;
+    Timeline::Mark start;
+    Timeline::Mark end;
+  };
+  void append(RecordedOp op, Timeline::Mark start, Timeline::Mark end);
 
   std::atomic<bool> recording_{false};
   std::atomic<bool> compiled_{false};
   std::mutex mutex_;
-  const std::unique_ptr<StepClock> clock_;
-  std::vector<RecordedOp> ops_;
+  const std::shared_ptr<Timeline> timeline_;
+  std::vector<Pending> ops_;
   std::unordered_map<std::int64_t, std::int64_t> versions_;  // of each shard at its last read
   int iteration_ = 0;
   int micro_ = 0;

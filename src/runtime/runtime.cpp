@@ -7,13 +7,15 @@
 #include <utility>
 
 #include <ATen/Parallel.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 
 #include "deepcompile/base/environment.h"
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/log.h"
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/device_stream.h"
 #include "deepcompile/runtime/z1_executor.h"
 #include "deepcompile/runtime/z2_executor.h"
 
@@ -39,31 +41,66 @@ bool reducible(at::ScalarType dtype) {
 }  // namespace
 
 Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context,
-                 Channels channels, std::int64_t initial_reduce_bucket_size, int local_ranks)
+                 Channels channels, std::int64_t initial_reduce_bucket_size, int local_ranks, at::Device device,
+                 std::function<std::string()> roll_call)
     : process_group_(std::move(process_group)),
       context_(std::move(context)),
       channels_(std::move(channels)),
       bucket_size_(initial_reduce_bucket_size),
       registry_(std::make_shared<DSParamRegistry>()),
-      pool_(std::make_shared<BufferPool>(c10::GetCPUAllocator())),
-      reduce_buckets_(
-          std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size, context_->config.double_buffer)),
+      device_(device),
+      pool_(std::make_shared<BufferPool>(c10::GetAllocator(device.type()))),
+      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size,
+                                                                   context_->config.double_buffer, device)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
                                 : chooseCpuStreamMode(Environment::read().cpu_stream, channels_.gather->spins(),
                                                       local_ranks, at::get_num_threads(), usableCores())),
-      gather_stream_(makeCpuStream(mode_, "gather")),
-      reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeCpuStream(mode_, "reduce")),
-      copy_stream_(makeCpuStream(CpuStreamMode::Inline, "copy")),
-      offload_stream_(makeCpuStream(copyMode(), "offload")),
-      reload_stream_(makeCpuStream(copyMode(), "reload")) {
+      roll_call_(std::move(roll_call)),
+      watchdog_(makeWatchdog()),
+      gather_stream_(makeStream("gather", mode_)),
+      reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeStream("reduce", mode_)),
+      // A gradient's memory may be used for something else as soon as reduce_grad has returned, so it is copied in the
+      // caller's order.
+      copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
+      offload_stream_(makeStream("offload", copyMode())),
+      reload_stream_(makeStream("reload", copyMode())) {
+  context_->device_order = !device_.is_cpu();
+  context_->timeline->useDevice(device_);
   if (channels_.control == nullptr) {
     channels_.control = channels_.gather;
   }
-  check(!context_->config.symmetric_memory,
-        "symmetric_memory needs CUDA, which this build does not have; leave the key out or set it to false");
+  check(!context_->config.symmetric_memory || !device_.is_cpu(),
+        "symmetric_memory needs CUDA; leave the key out or set it to false for parameters on CPU");
   check(context_->config.timeout > 0,
         [&] { return concat("timeout is ", context_->config.timeout, " seconds; it must be above 0"); });
   setTimeouts();
+}
+
+std::shared_ptr<Stream> Runtime::makeStream(const char* name, CpuStreamMode cpu_mode) const {
+  return device_.is_cpu() ? makeCpuStream(cpu_mode, name) : makeDeviceStream(device_, name, watchdog_);
+}
+
+std::shared_ptr<Watchdog> Runtime::makeWatchdog() {
+  if (device_.is_cpu() || context_->size == 1) {
+    return nullptr;
+  }
+  return std::make_shared<Watchdog>(Watchdog::Callbacks{
+      .timeout = [context = context_] { return context->timeout(); },
+      .broken = [this]() -> std::optional<std::string> {
+        auto broken = channels_.gather->brokenBy();
+        return broken ? broken : channels_.reduce->brokenBy();
+      },
+      .stuck = [this](const std::string& what, const std::string& why) { giveUp(what, why); },
+  });
+}
+
+void Runtime::giveUp(const std::string& what, const std::string& why) {
+  const std::string answer = roll_call_ ? roll_call_() : std::string();
+  context_->late_error->setForGood(concat(what, " failed: ", why, answer.empty() ? "" : "; ", answer,
+                                          "\nCheck that every rank is alive and runs the same collectives; `timeout` ",
+                                          "bounds the wait and `debug` names the ranks that differ"));
+  channels_.gather->abort();
+  channels_.reduce->abort();
 }
 
 void Runtime::setTimeouts() {
@@ -96,8 +133,10 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
   require(std::all_of(ds_shape.begin(), ds_shape.end(), [](std::int64_t s) { return s >= 0; }),
           "a dimension is negative");
   require(!registry_->hasParam(ds_id), "the id is registered already");
-  require(ds_tensor.defined() && ds_tensor.device().is_cpu() && ds_tensor.layout() == at::kStrided, "its tensor is on ",
-          ds_tensor.defined() ? ds_tensor.device().str() : "no device", "; this build serves strided CPU tensors");
+  require(ds_tensor.defined() && ds_tensor.device() == device_, "its tensor is on ",
+          ds_tensor.defined() ? ds_tensor.device().str() : "no device", ", and this runtime serves ", device_.str(),
+          "; say where the parameters are with dc.init(..., device=...)");
+  require(ds_tensor.layout() == at::kStrided, "its tensor is not strided");
   require(ds_tensor.is_contiguous(), "its tensor is not contiguous");
   const auto numel = static_cast<std::int64_t>(productDim(ds_shape));
   const std::int64_t shard = (numel + context_->size - 1) / context_->size;
@@ -310,6 +349,22 @@ void Runtime::reset() {
   agreed_ = false;
 }
 
+void Runtime::sumOverRanks(const at::Tensor& tensor) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  context_->late_error->raise();
+  check(tensor.device() == device_ && tensor.is_contiguous(), [&] {
+    return concat("sum_over_ranks: the tensor must be contiguous and on ", device_.str(), " (", context_->place, ")");
+  });
+  if (context_->size == 1) {
+    return;
+  }
+  runCollective(
+      *reduce_stream_, [place = context_->place] { return concat("a sum over the ranks on ", place); },
+      [comm = channels_.reduce, tensor] { comm->allReduce(tensor, ReduceOp::Sum); });
+  context_->await(reduce_stream_->record());
+}
+
 void Runtime::close() {
   if (!open_) {
     return;
@@ -320,7 +375,14 @@ void Runtime::close() {
       stream->synchronize(context_->deadline());
     } catch (const std::exception& error) {
       log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+      if (context_->device_order) {  // what hangs on a device would hang whoever waits for it next
+        channels_.gather->abort();
+        channels_.reduce->abort();
+      }
     }
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->stop();
   }
   const std::lock_guard lock(context_->mutex);
   open_ = false;

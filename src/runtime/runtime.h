@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/reduce_bucket.h"
 #include "deepcompile/runtime/registry.h"
+#include "deepcompile/runtime/watchdog.h"
 #include "deepcompile/runtime/z3_executor.h"
 
 namespace dc {
@@ -36,9 +38,11 @@ struct ParamOptions {
 
 class Runtime {
  public:
-  // `local_ranks` is the number of ranks on this host, which share its cores.
+  // Parameters live on `device`. `local_ranks` is the number of ranks on this host, which share its cores. `roll_call`
+  // (may be empty) says which ranks do not answer; for messages, when an operation did not end.
   Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context, Channels channels,
-          std::int64_t initial_reduce_bucket_size, int local_ranks);
+          std::int64_t initial_reduce_bucket_size, int local_ranks, at::Device device = at::kCPU,
+          std::function<std::string()> roll_call = {});
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -67,6 +71,9 @@ class Runtime {
   void invalidateGatheredParam(std::int64_t ds_id);
   void clearAllGatheredParams();
 
+  // The sum over all ranks, in place and in the caller's order. A collective; behind the reductions in flight.
+  void sumOverRanks(const at::Tensor& tensor);
+
   // Waits for what is in flight and lets go of everything. Errors of work in flight are logged, not thrown.
   void close();
 
@@ -87,6 +94,7 @@ class Runtime {
   const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& processGroup() const { return process_group_; }
   CpuStreamMode streamMode() const { return mode_; }
+  at::Device device() const { return device_; }
   std::int64_t parameterCount() const { return static_cast<std::int64_t>(registry_->getIds().size()); }
 
  private:
@@ -98,15 +106,22 @@ class Runtime {
   void freeGathered(std::int64_t ds_id);
   void checkOpen() const;
   std::string facts() const;
+  std::shared_ptr<Watchdog> makeWatchdog();
+  std::shared_ptr<Stream> makeStream(const char* name, CpuStreamMode cpu_mode) const;
+  // An operation did not end: whatever is asked of the runtime from now on fails with this.
+  void giveUp(const std::string& what, const std::string& why);
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   const std::shared_ptr<Context> context_;
   Channels channels_;
   const std::int64_t bucket_size_;
   const std::shared_ptr<DSParamRegistry> registry_;
+  const at::Device device_;
   const std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
-  const CpuStreamMode mode_;
+  const CpuStreamMode mode_;  // where the device is the CPU
+  const std::function<std::string()> roll_call_;
+  std::shared_ptr<Watchdog> watchdog_;  // of a device's streams; null on CPU
   std::shared_ptr<Stream> gather_stream_;
   std::shared_ptr<Stream> reduce_stream_;
   std::shared_ptr<Stream> copy_stream_;

@@ -104,6 +104,7 @@ class InlineStream final : public Stream {
   }
 
   void synchronize(Deadline deadline) override { record().wait(deadline); }
+  bool followsCaller() const override { return true; }
 
  private:
   std::mutex order_;  // several threads may give work; it still runs one after the other

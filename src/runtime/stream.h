@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace dc {
 
@@ -54,16 +55,24 @@ class Event {
 class Stream {
  public:
   using Work = std::function<void()>;
+  using Describe = std::function<std::string()>;
 
   virtual ~Stream() = default;
 
-  // Runs `work` after everything given before. What `work` captures lives until it has run.
+  // Runs `work` after everything given before. What `work` captures lives until it has run. On a device `work` is
+  // called at once and enqueues; it starts after what the caller's current stream was given before, and what it
+  // captures lives until the device has done it.
   virtual void run(Work work) = 0;
+  // The same for work that waits for other ranks: where nobody waits for it on the host, a watchdog sees that it ends,
+  // and says `what` it was when it does not.
+  virtual void runWatched(Work work, Describe what) { run(std::move(work)); }
   virtual Event record() = 0;
   // Work given from now on starts after `event`. An event that fails, or does not pass before the deadline, poisons.
   virtual void wait(const Event& event, Deadline deadline) = 0;
   // Blocks the caller until all work given so far has run; throws like Event::wait.
   virtual void synchronize(Deadline deadline) = 0;
+  // True when work runs in the caller's own order, so that memory it reads may be freed when run() has returned.
+  virtual bool followsCaller() const { return false; }
 };
 
 enum class CpuStreamMode { Inline, Worker };

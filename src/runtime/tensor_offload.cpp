@@ -29,9 +29,11 @@ at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
   Transfer& transfer = transfers_[id];
   transfer.device = tensor.device();
   transfer.reloading = false;
-  at::Tensor host = at::empty_like(tensor, tensor.options().device(at::kCPU).requires_grad(false));
+  at::Tensor host = at::empty_like(
+      tensor, tensor.options().device(at::kCPU).requires_grad(false).pinned_memory(!tensor.device().is_cpu()));
   runDetached(
-      *offload_stream_, [id] { return concat("offloading tensor ", id); }, [host, tensor] { host.copy_(tensor); });
+      *offload_stream_, [id] { return concat("offloading tensor ", id); },
+      [host, tensor] { host.copy_(tensor, true); });
   transfer.offloaded = offload_stream_->record();
   context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
   return host;
@@ -42,10 +44,11 @@ void TensorOffload::waitOffload(std::int64_t id) { context_->await(find("wait_of
 at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Transfer& transfer = find("reload_tensor", id);
-  at::Tensor tensor = at::empty_like(host, host.options().device(transfer.device).requires_grad(false));
+  at::Tensor tensor =
+      at::empty_like(host, host.options().device(transfer.device).requires_grad(false).pinned_memory(false));
   reload_stream_->wait(transfer.offloaded, context_->deadline());
   runDetached(
-      *reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host); });
+      *reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host, true); });
   transfer.reloaded = reload_stream_->record();
   transfer.reloading = true;
   context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);

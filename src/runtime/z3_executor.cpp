@@ -10,6 +10,7 @@
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/device_kernels.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/storage_guard.h"
 
@@ -86,6 +87,31 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
           makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder)};
 }
 
+namespace {
+
+// Shards are cast before they travel, so that fewer bytes do: straight to their place where the communicator gathers in
+// place.
+std::vector<GatherPart> castToTravel(const Communicator& comm, const std::vector<GatherPart>& parts) {
+  std::vector<GatherPart> cast;
+  std::vector<CopyPart> copies;
+  cast.reserve(parts.size());
+  for (const GatherPart& part : parts) {
+    if (part.shard.scalar_type() == part.full.scalar_type()) {
+      cast.push_back(part);
+      continue;
+    }
+    const std::int64_t size = part.shard.numel();
+    at::Tensor own =
+        comm.gathersInPlace() ? part.full.narrow(0, comm.rank() * size, size) : at::empty({size}, part.full.options());
+    copies.push_back({own, part.shard});
+    cast.push_back({std::move(own), part.full});
+  }
+  copyParts(copies);
+  return cast;
+}
+
+}  // namespace
+
 Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched) {
   auto& stats = context_->stats;
   stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
@@ -94,9 +120,12 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   }
   if (gather_.comm->size() == 1) {
     // Nobody to wait for: a copy in the caller's own order.
+    std::vector<CopyPart> copies;
+    copies.reserve(launched.size());
     for (const Launched& one : launched) {
-      one.part.full.copy_(one.part.shard);
+      copies.push_back({one.part.full, one.part.shard});
     }
+    copyParts(copies);
     return Event();
   }
   if (context_->config.sync_before_allgather) {
@@ -115,24 +144,20 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
     return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ",
                   graph, ") on ", context->place);
   };
-  runDetached(*gather_.stream, std::move(what),
-              [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
-               timeline = context_->timeline, first = wanted[0].id] {
-                const std::int64_t started = timeline->recording() ? Timeline::now() : 0;
-                std::vector<GatherPart> cast;  // before it travels, so that fewer bytes do
-                for (const GatherPart& part : parts) {
-                  cast.push_back({part.shard.to(part.full.scalar_type()), part.full});
-                }
-                agreeOnCollective(*comm, signature);
-                comm->allGather(cast);
-                if (started != 0) {
-                  std::int64_t bytes = 0;
-                  for (const GatherPart& part : parts) {
-                    bytes += static_cast<std::int64_t>(part.full.nbytes());
+  runCollective(*gather_.stream, std::move(what),
+                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
+                 timeline = context_->timeline, first = wanted[0].id] {
+                  const Timeline::Mark started = timeline->mark();
+                  agreeOnCollective(*comm, signature);
+                  comm->allGather(castToTravel(*comm, parts));
+                  if (started) {
+                    std::int64_t bytes = 0;
+                    for (const GatherPart& part : parts) {
+                      bytes += static_cast<std::int64_t>(part.full.nbytes());
+                    }
+                    timeline->add(Timeline::Kind::Gather, first, bytes, started);
                   }
-                  timeline->add(Timeline::Kind::Gather, first, bytes, started);
-                }
-              });
+                });
   Event ready = gather_.stream->record();
   for (const Launched& one : launched) {
     setFreeAfter(one.tensor, ready);
@@ -308,8 +333,9 @@ std::int64_t Z3CustomOpExecutor::bytesOf(const Wanted& wanted) const {
   return param_registry_->getParam(wanted.id).numel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
 }
 
-void Z3CustomOpExecutor::record(RecordedOp::Kind kind, const Wanted& wanted, bool backward, std::int64_t start) {
-  if (start != 0) {
+void Z3CustomOpExecutor::record(RecordedOp::Kind kind, const Wanted& wanted, bool backward,
+                                const Timeline::Mark& start) {
+  if (start) {
     context_->recorder->add(kind, wanted.id, wanted.dtype, bytesOf(wanted), backward, start,
                             DSParamRegistry::versionOf(param_registry_->getParam(wanted.id).getDSTensor()));
   }
@@ -320,8 +346,8 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
-  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
-  std::int64_t mark = context_->recorder->mark();
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
   const bool planned = followRead({{ds_id, wanted.dtype}, ReplayAccess::Kind::Read, backward}).keep;
   keep = keep || param.isPersistent() || planned;
   const bool found = hasCurrentCopy(wanted);
@@ -339,16 +365,14 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   if (!keep) {
     letGo(wanted);
   }
-  if (entered != 0) {
-    context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
-  }
+  context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
   return tensor;
 }
 
 void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
                                         const std::vector<at::ScalarType>& dtypes, bool backward) {
   if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
-    const std::int64_t mark = context_->recorder->mark();
+    const Timeline::Mark mark = context_->recorder->mark();
     followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
     prefetchParamsFused(ds_ids, dtypes);
     for (std::size_t i = 0; i < ds_ids.size(); ++i) {
@@ -437,8 +461,8 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
                   key.version, " to ", version, "); run the backward before the update (", place(), ")");
   });
   const Wanted wanted{key.id, key.dtype};
-  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
-  std::int64_t mark = context_->recorder->mark();
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
   const ReplayFollower::Step step = followRead({{key.id, key.dtype}, ReplayAccess::Kind::Read, /*backward=*/true});
   at::Tensor tensor;
   const bool found = hasCurrentCopy(wanted);
@@ -464,9 +488,7 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
     tensor = launched.tensor;
   }
   record(RecordedOp::Kind::Wait, wanted, true, mark);
-  if (entered != 0) {
-    context_->timeline->add(Timeline::Kind::Take, key.id, 0, entered);
-  }
+  context_->timeline->add(Timeline::Kind::Take, key.id, 0, entered);
   return tensor;
 }
 
@@ -479,16 +501,12 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
     });
     --pending;
   }
-  const std::int64_t entered = context_->timeline->recording() ? Timeline::now() : 0;
-  const std::int64_t mark = context_->recorder->mark();
+  const Timeline::Mark entered = context_->timeline->mark();
+  const Timeline::Mark mark = context_->recorder->mark();
   const at::ScalarType dtype = grad_tensor.scalar_type();
   at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
-  if (mark != 0) {
-    context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
-  }
-  if (entered != 0) {
-    context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
-  }
+  context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
+  context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
@@ -499,7 +517,7 @@ void Z3CustomOpExecutor::endBackward() {
   if (!backwardOpen()) {
     return;
   }
-  const std::int64_t mark = context_->recorder->mark();
+  const Timeline::Mark mark = context_->recorder->mark();
   endCycle();
   CustomOpExecutor::endBackward();
   // What is still being gathered reads the shards that the optimizer is about to change.

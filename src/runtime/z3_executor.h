@@ -117,7 +117,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   ReplayFollower::Step followRead(const ReplayAccess& access);
   void dropKeys(const std::vector<ReplayKey>& keys);
   std::int64_t bytesOf(const Wanted& wanted) const;
-  void record(RecordedOp::Kind kind, const Wanted& wanted, bool backward, std::int64_t start);
+  void record(RecordedOp::Kind kind, const Wanted& wanted, bool backward, const Timeline::Mark& start);
 
   const std::int64_t graph_id_;
   const GatherResources gather_;

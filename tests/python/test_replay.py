@@ -15,6 +15,7 @@ from torch import nn
 
 import deepcompile
 from deepcompile.sharding import sharding_of
+from deepcompile.step_plan import placed_gathers
 from harness import run_ranks
 from models import Llama, Run, train_unsharded
 
@@ -162,9 +163,25 @@ def gathers_of(model: nn.Module) -> dict[str, int]:
     return {key: stats[key] for key in ("gathers_launched", "gathers_fused", "gathered_bytes_peak")}
 
 
+def farthest_ahead(graph: deepcompile.CompiledGraph) -> int:
+    """How many segments a gather is started before the first use of any of its parameters, at most."""
+    step = graph._variants[0].step
+    _, launches, _ = placed_gathers(step.plan.planned, step.graphs)
+    uses = [segment.uses for segments in step.graphs.values() for segment in segments.segments]
+    return max(
+        next(place for place in range(begin, len(uses)) if param in uses[place]) - begin
+        for begin, params in launches
+        for param in params
+    )
+
+
 def obeys(rank: int, world: int) -> None:
     model, optimizer = plain(make=lambda: Llama(layers=3))
-    graph = compiled(model, optimizer, prefetch_ahead=0)
+    graph = compiled(model, optimizer)
+    assert farthest_ahead(graph) > 2  # latency is all there is: the planner would rather fuse more
+    for ahead in (2, 1, 0):
+        assert farthest_ahead(deepcompile.compile(prefetch_ahead=ahead)) <= ahead
+    graph = deepcompile.compile(prefetch_ahead=0)
     assert "at most 0 layers ahead" in str(graph.explain())
     whole = sum(s.numel * 4 for s in sharding_of(model).params)
     held = 3 * whole // world  # shards and states as the planner counts them

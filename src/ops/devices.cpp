@@ -12,9 +12,8 @@ at::Tensor aliasAfter(const at::Tensor& a, Rest... rest) {
   return dc::aliasOf(a);
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(dc, CPU, m) {
+// The runtime of the graph knows the device; the kernels are the same for all.
+void registerKernels(torch::Library& m) {
   using namespace dc::ops;
   m.impl("allgather_param", allgatherParam);
   m.impl("wait_allgather", aliasAfter<waitAllgather, std::int64_t, std::int64_t>);
@@ -30,6 +29,11 @@ TORCH_LIBRARY_IMPL(dc, CPU, m) {
   m.impl("gather_shard", gatherShard);
   m.impl("reduce_shard", reduceShard);
 }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dc, CPU, m) { registerKernels(m); }
+TORCH_LIBRARY_IMPL(dc, CUDA, m) { registerKernels(m); }
 
 // These may be called without any tensor, which would choose a device's kernel. (Not the catch-all key: tracing runs
 // kernels that are registered there.)

@@ -1,0 +1,38 @@
+// The few kernels that the runtime has of its own. On CPU they are calls of ATen; a device's library brings better
+// ones.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include <ATen/core/Tensor.h>
+
+namespace dc {
+
+// `to` becomes `from`, cast where the dtypes differ. Flat, contiguous and as long; on one device.
+struct CopyPart {
+  at::Tensor to;
+  at::Tensor from;
+};
+
+class DeviceKernels {
+ public:
+  virtual ~DeviceKernels() = default;
+  // In the order of the current stream, in as few launches as possible.
+  virtual void copy(std::span<const CopyPart> parts) = 0;
+  // Holds up the current stream of `device` for about this long.
+  virtual void delay(at::Device device, std::int64_t microseconds) = 0;
+};
+
+// The kernels of a device's library take the place of ATen's for its device type; null takes them away. Not while
+// others use them: when the library is loaded.
+void setDeviceKernels(at::DeviceType type, DeviceKernels* kernels);
+bool hasDeviceKernels(at::DeviceType type);
+
+void copyParts(std::span<const CopyPart> parts);
+
+// With DEEPCOMPILE_STREAM_DELAY_US=n the current stream is held up for a random time below n microseconds: a program
+// that lacks an ordering then gives other results.
+void delayForDebugging(at::Device device);
+
+}  // namespace dc

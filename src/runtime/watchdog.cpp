@@ -1,0 +1,65 @@
+#include "deepcompile/runtime/watchdog.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "deepcompile/base/error.h"
+
+namespace dc {
+
+Watchdog::Watchdog(Callbacks callbacks) : callbacks_(std::move(callbacks)), thread_([this] { serve(); }) {}
+
+Watchdog::~Watchdog() { stop(); }
+
+void Watchdog::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void Watchdog::watch(Event done, Stream::Describe what) {
+  const double seconds = callbacks_.timeout();
+  const std::lock_guard lock(mutex_);
+  if (given_up_) {
+    return;
+  }
+  watched_.push_back({std::move(done), std::move(what), deadlineAfter(Seconds(seconds)), seconds});
+}
+
+void Watchdog::serve() {
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, kPeriod, [this] { return stopping_; })) {
+    const auto trouble = look();
+    if (trouble) {
+      given_up_ = true;
+      watched_.clear();
+      lock.unlock();  // telling others takes time, and whoever gives work must not wait for it
+      callbacks_.stuck(trouble->first, trouble->second);
+      return;
+    }
+  }
+}
+
+std::optional<std::pair<std::string, std::string>> Watchdog::look() {
+  // Streams end independently of one another; within one, in order. So what has not ended may stand before what has.
+  watched_.erase(std::remove_if(watched_.begin(), watched_.end(), [](const Watched& one) { return one.done.passed(); }),
+                 watched_.end());
+  if (watched_.empty()) {
+    return std::nullopt;
+  }
+  const Watched& oldest = watched_.front();
+  if (auto why = callbacks_.broken()) {
+    return std::pair(oldest.what(), *why);
+  }
+  if (Clock::now() < oldest.deadline) {
+    return std::nullopt;
+  }
+  return std::pair(oldest.what(), concat("it did not end within ", oldest.seconds, " seconds"));
+}
+
+}  // namespace dc
