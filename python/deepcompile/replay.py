@@ -8,6 +8,7 @@ from torch import nn
 
 from deepcompile import recording
 from deepcompile.compiled_graph import CompiledGraph
+from deepcompile.idle_graph import IdleGraph
 from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.recorded_step import cycles_of
@@ -44,6 +45,8 @@ def compile(
         )
     recording.require_whole_iterations(ops)
     sharding = sharding_for(ops, model, "recorded_ops")
+    if sharding.whole:
+        return IdleGraph(sharding, ops)
     agreement = new_agreement(sharding)
     cycles = cycles_of(ops)
     require_same_reads(sharding, cycles)

@@ -56,7 +56,7 @@ def sharding_for(ops: RecordedOps, model: nn.Module | None, source: str) -> Shar
     if model is not None:
         candidates = [sharding_of(model)]
     else:
-        candidates = sorted((s for s in open_shardings() if s.is_open), key=lambda sharding: sharding.graph_id)
+        candidates = sorted(open_shardings(), key=lambda sharding: sharding.graph_id)
     if not candidates:
         raise RuntimeError(f"{source}: no model is sharded in this process; shard the model that was recorded first")
     differences = [(sharding, ops.model.difference(ModelRecord.of(sharding))) for sharding in candidates]

@@ -194,7 +194,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def open_shardings() -> Iterator[Sharding]:
-    return iter(set(_shardings.values()))
+    return iter({sharding for sharding in _shardings.values() if sharding.is_open})
 
 
 def shard(

@@ -3,6 +3,7 @@
 #include <utility>
 
 namespace dc {
+
 void Recorder::start() {
   timeline_->record(true);
   const std::lock_guard lock(mutex_);

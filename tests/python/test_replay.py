@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
@@ -69,7 +70,7 @@ def pattern(rank: int, stage: int, replays: bool) -> tuple[list[float], dict, di
             with compiled_graph.execute():
                 iteration(step)
         assert compiled_graph.divergences == 0 and compiled_graph.predicted_step_time > 0
-        assert "predicted step" in str(compiled_graph.explain())
+        assert "predicted step" in str(compiled_graph.explain()) or dist.get_world_size() == 1
     else:
         for step in range(RUN.steps):
             iteration(step)
@@ -97,7 +98,22 @@ def test_the_documented_pattern_gives_the_bits_of_eager_training_in_every_stage(
             assert all(torch.equal(value, eager[1][name]) for name, value in replayed[1].items())
             assert replayed[0] == pytest.approx(expected[rank], rel=1e-4)
             gathers, on_demand = (each[2]["collectives"]["all_gather"] for each in (replayed, eager))
-            assert gathers < (on_demand / 2 if stage == 3 else on_demand)
+            # One step of four is recorded, on demand; in the others each parameter is gathered once, some together.
+            assert gathers <= (on_demand * (1 + 3 / 2) / 4 if stage == 3 else on_demand)
+
+
+def on_one_rank(rank: int, world: int) -> None:
+    replayed, eager = (pattern(rank, 3, replays) for replays in (True, False))
+    assert replayed[0] == eager[0]
+    model, optimizer = plain()
+    graph = compiled(model, optimizer)
+    assert "nothing is gathered or planned" in str(graph.explain())
+    with pytest.raises(RuntimeError, match="there is no plan to trace or save"):
+        graph.save("nowhere")
+
+
+def test_the_documented_pattern_runs_on_one_rank_where_nothing_is_gathered() -> None:
+    run_ranks(1, on_one_rank)
 
 
 def records(rank: int, world: int, folder: str) -> None:
