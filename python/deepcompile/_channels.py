@@ -7,6 +7,7 @@ would hang where the group is not the whole world. Backends that cannot be opene
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from deepcompile._cuda_parts import require_cuda
 from deepcompile._load import _C
+
+_log = logging.getLogger("deepcompile")
 
 #: How often channels were opened on a group, by its name: part of the prefix, so that a second runtime on the same group
 #: meets fresh keys. The same on all ranks, because opening is a collective.
@@ -51,8 +54,8 @@ class Channels(NamedTuple):
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where parameters are taken to live when nobody says: where tensors are made by default if that is a GPU, on the current
-    GPU if the group can reach GPUs.
+    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if the
+    group can reach GPUs.
     """
     if torch.get_default_device().type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
@@ -114,7 +117,7 @@ def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
 def _open_shared(
     store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta, agreements_alone: bool
 ) -> tuple[Channel, Channel, Channel] | None:
-    """None where the ranks do not share a host, on all of them alike."""
+    """None where the ranks do not share a host, or cannot share memory, on all of them alike; rank 0 says why."""
 
     def open_one(purpose: str, slot_bytes: int | None = None, like: _C.ShmGroup | None = None) -> _C.ShmGroup | str:
         return _C.open_shm_group(
@@ -127,17 +130,19 @@ def _open_shared(
             like=like,
         )
 
-    if agreements_alone:
-        control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES)
-        return None if isinstance(control, str) else (control, control, control)
-    gather = open_one("gather")
-    if isinstance(gather, str):
-        return None
-    reduce = open_one("reduce", like=gather)
-    control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES, like=gather)
-    if isinstance(reduce, str) or isinstance(control, str):
-        raise RuntimeError(f"ranks of group '{group.group_name}' shared a host a moment ago: {reduce}; {control}")
-    return gather, reduce, control
+    opened: list[_C.ShmGroup] = []
+    for purpose in ("control",) if agreements_alone else ("gather", "reduce", "control"):
+        one = open_one(
+            purpose,
+            slot_bytes=_CONTROL_SLOT_BYTES if purpose == "control" else None,
+            like=opened[0] if opened else None,
+        )
+        if isinstance(one, str):
+            if group.rank() == 0:
+                _log.warning("the runtime communicates through the process group: %s", one)
+            return None
+        opened.append(one)
+    return (opened[0], opened[0], opened[0]) if agreements_alone else (opened[0], opened[1], opened[2])
 
 
 def ranks_on_this_host(group: dist.ProcessGroup) -> int:

@@ -1,8 +1,8 @@
 """Before an update: undoes the loss scale, clips by the global norm, and finds gradients that are not finite.
 
-On CPU, and where the optimizer cannot do otherwise, the host reads the norm and decides. On CUDA reading it would stop the host
-in every step, so where the optimizer is fused the decision travels with the gradients: its kernel divides by one number and does
-nothing when another says so. The host hears of it a step later.
+On CPU, and where the optimizer cannot do otherwise, the host reads the norm and decides. On CUDA reading it would stop the
+host in every step, so where the optimizer is fused the decision travels with the gradients: its kernel divides by one number
+and does nothing when another says so. The host hears of it a step later.
 """
 
 from __future__ import annotations

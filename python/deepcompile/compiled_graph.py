@@ -21,7 +21,7 @@ from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
 from deepcompile.recorded_step import Read, cycles_of, flushes, reads_key, schedule
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
-from deepcompile.report import Explanation, exposed_seconds, step_rows, trace_events
+from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events
 from deepcompile.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
@@ -268,7 +268,7 @@ class CompiledGraph:
         return (
             f"deepcompile: ZeRO-{self._model.stage} on {self._model.world} ranks, recorded order replayed by plan "
             f"'{self._planned.strategy}': step predicted {self.predicted_step_time * 1e3:.2f} ms, {gain:.2f}x faster "
-            f"than on demand, {exposed_seconds(self._planned) * 1e3:.2f} ms of communication exposed"
+            f"than on demand, {predicted_exposed(self._variants[0].step) * 1e3:.2f} ms of communication exposed"
         )
 
     def trace(self, path: str | os.PathLike[str]) -> None:

@@ -23,7 +23,7 @@ def variants_text(variants: list[Variant], options: RecordedOptions) -> str:
     head = {
         "prefetch_ahead": options.prefetch_ahead,
         "memory_budget": options.budget,
-        "update_seconds": options.update_seconds,
+        "update_seconds": variants[0].step.update_seconds,
     }
     parts = [_FORMAT, json.dumps(head), options.machine.text]
     for variant in variants:
@@ -44,13 +44,12 @@ def load_variants(
     head = json.loads(parts[1])
     all_ops = [RecordedOps.parse(text, file) for text in parts[3::3]]
     sharding = sharding_for(all_ops[0], model, file)
-    options = RecordedOptions(
-        planner.Machine(parts[2]), head["memory_budget"], head["prefetch_ahead"], head["update_seconds"]
-    )
+    options = RecordedOptions(planner.Machine(parts[2]), head["memory_budget"], head["prefetch_ahead"])
     variants: list[Variant] = []
     for ops, graph_text, plan_text in zip(all_ops, parts[4::3], parts[5::3], strict=True):
         cycle = cycles_of(ops)[0]
         step = Step(f"order-{len(variants)}", cycle.graphs, [], seconds=cycle.seconds, measured=True, recorded=options)
+        step.update_seconds = head["update_seconds"]
         sharding.planner.load_recorded(step, graph_text, plan_text)
         variants.append(Variant(cycle, step, ops))
     return sharding, variants, options

@@ -62,6 +62,8 @@ class Runtime:
             store=channels.store,
         )
         self._shapes = _compile_cache.RegisteredShapes()
+        #: False after :meth:`cleanup`.
+        self.is_open = True
         _open_runtimes.add(self)
 
     def register_param(
@@ -113,6 +115,12 @@ class Runtime:
         """
         self._native.register_graph_z3(graph_id, list(ds_ids), reduce_at_update=reduce_at_update)
         self._shapes.publish()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for a shard: where gathers move it with the fewest copies (over shared memory, in the heap
+        that the ranks share). Shards that lie elsewhere travel as well.
+        """
+        return self._native.empty(list(shape), dtype)
 
     def set_persistent(self, ds_id: int) -> None:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
@@ -174,14 +182,11 @@ class Runtime:
         """What this rank did, in numbers (docs/runtime.md lists them)."""
         return self._native.stats()
 
-    @property
-    def is_open(self) -> bool:
-        return self in _open_runtimes
-
     def cleanup(self) -> None:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()
         self._native.close()
+        self.is_open = False
         self._shapes.withdraw()
         _open_runtimes.discard(self)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -216,6 +217,7 @@ class Engine:
         self._micro_steps = 0
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
+        started = time.monotonic_ns()
         if self._clipping.heard():
             self._skip("the step before the last")
         taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
@@ -229,6 +231,7 @@ class Engine:
         else:
             self._skip()
         self.zero_grad()
+        self.profile.end_update(started)
         self._end_step()
         return taken
 

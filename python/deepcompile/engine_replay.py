@@ -53,6 +53,9 @@ class ReplayProfile:
     def start_backward(self) -> None:
         pass
 
+    def end_update(self, started: int) -> None:
+        pass
+
     def end_backward(self) -> None:
         if self._active:
             self._finish()

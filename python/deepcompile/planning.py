@@ -33,13 +33,22 @@ from deepcompile.step_plan import (
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
-#: Machines before anything is measured: ranks of one host over sockets; GPUs of one host.
+#: What collectives cost between the ranks of one host before anything is measured.
+_SOCKETS = "inside latency=100us bandwidth=1GB"
+_SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
+#: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
+_BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
 #: The runtime does not offload yet, so that is made too slow to pay.
 _NO_OFFLOAD = "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
-_UNMEASURED = {
-    "cpu": f"machine this like 2xcpu\ninside latency=100us bandwidth=1GB\nslowdown 200\n{_NO_OFFLOAD}",
-    "cuda": f"machine this like 8xh200\n{_NO_OFFLOAD}",
-}
+
+
+def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
+    text = "machine this like 8xh200\n"
+    if sharding.runtime.device.type == "cpu":
+        slowdown = _INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE
+        link = _SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS
+        text = f"machine this like 2xcpu\n{link}\nslowdown {slowdown}\n"
+    return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +58,6 @@ class RecordedOptions:
     machine: planner.Machine  # measured
     budget: int
     prefetch_ahead: int | None  # layers that a gather may be started ahead; None: as the planner likes
-    update_seconds: float
 
 
 @dataclasses.dataclass
@@ -62,6 +70,7 @@ class Step:
     plan: StepPlan | None = None
     why_not: str = ""  # why there is no plan
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
     #: Of a recorded iteration; where not given, the planner's own.
     recorded: RecordedOptions | None = None
@@ -81,7 +90,7 @@ class StepPlanner:
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
         self._agreement = Agreement(sharding.group, f"plan/{sharding.graph_id}", self._config.timeout)
-        self.machine = planner.Machine(f"{_UNMEASURED[sharding.runtime.device.type]}devices {max(1, sharding.world)}\n")
+        self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._facts = {
             sharded.name: ParamFacts(
@@ -130,13 +139,7 @@ class StepPlanner:
         recorded = step.recorded
         machine, budget = (recorded.machine, recorded.budget) if recorded else (self.machine, self.budget)
         text = step_graph_text(
-            step.name,
-            step.graphs,
-            self._facts,
-            self._sharding.world,
-            step.seconds,
-            step.saved,
-            recorded.update_seconds if recorded else 1e-6,
+            step.name, step.graphs, self._facts, self._sharding.world, step.seconds, step.saved, step.update_seconds
         )
         graph = planner.StepGraph(text, step.name)
         try:
@@ -177,11 +180,13 @@ class StepPlanner:
         held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
         return 2 * (everything + held) <= self.budget
 
-    def replan(self, step: Step, seconds: dict[str, list[float]], machine: planner.Machine) -> bool:
+    def replan(
+        self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
+    ) -> bool:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
         before = step.plan.graphs if step.plan else None
         self.machine = machine
-        step.seconds, step.measured = seconds, True
+        step.seconds, step.update_seconds, step.measured = seconds, update_seconds, True
         self._plan(step)
         outcome = step.plan.hash if step.plan else "none"
         self._agreement.require_same(f"{step.name} measured, plan {outcome}", "planned from measurements")

@@ -49,6 +49,7 @@ class Profile:
         self._seen = 0
         self._current: Iteration | None = None
         self._finished: list[Iteration] = []
+        self._updates: list[int] = []  # nanoseconds
         self.done = iterations == 0
         self.why_not = "" if iterations else "profile_steps is 0"
 
@@ -98,6 +99,11 @@ class Profile:
         if not self.done:
             self._seen += 1
 
+    def end_update(self, started: int) -> None:
+        """An optimizer step that began at ``started`` has ended."""
+        if self._finished and not self.done:  # the first one makes the optimizer's state
+            self._updates.append(time.monotonic_ns() - started)
+
     def ready(self) -> bool:
         """True once, on all ranks in the same iteration."""
         return not self.done and self._seen > self._wanted
@@ -120,50 +126,72 @@ class Profile:
             if not self.why_not:
                 self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
             return False
-        seconds, machine = over_ranks(everybody, self._sharding.planner.machine)
-        return self._sharding.planner.replan(step, seconds, machine)
+        seconds, update_seconds, machine = over_ranks(everybody, self._sharding.planner.machine)
+        return self._sharding.planner.replan(step, seconds, update_seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
         assert step.plan is not None
         names = {sharded.id: sharded.name for sharded in self._sharding.params}
+        inline = self._sharding.collectives_stop_compute
         samples: dict[str, list[list[float]]] = {FORWARD: [], BACKWARD: []}
         for iteration in self._finished:
             for phase, begin, end in (
                 (FORWARD, iteration.forward_start, iteration.forward_end),
                 (BACKWARD, iteration.backward_start, iteration.backward_end),
             ):
-                takes = [s for s in iteration.spans if s[0] == "take" and begin <= s[3] <= end]
+                spans = [s for s in iteration.spans if begin <= s[3] <= end]
                 found = segment_seconds(
-                    step.plan.graphs[phase], [(names[s[1]], s[3], s[4]) for s in takes], begin, end, step.seconds[phase]
+                    step.plan.graphs[phase],
+                    [(names[s[1]], s[3], s[4]) for s in spans if s[0] == "take"],
+                    begin,
+                    end,
+                    step.seconds[phase],
+                    [(s[3], s[4]) for s in spans if inline and s[0] in ("gather", "reduce")],
                 )
                 if found is None:
                     return None
                 samples[phase].append(found)
         if not self._finished:
             return None
-        seconds = {phase: [min(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()}
+        seconds = {
+            phase: [statistics.median(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()
+        }
         spans = [span for iteration in self._finished for span in iteration.spans]
-        return {"seconds": seconds, "gathers": by_size(spans, "gather"), "reductions": by_size(spans, "reduce")}
+        return {
+            "seconds": seconds,
+            "update": statistics.median(self._updates) * 1e-9 if self._updates else 1e-6,
+            "gathers": by_size(spans, "gather"),
+            "reductions": by_size(spans, "reduce"),
+        }
 
 
 def over_ranks(
     everybody: Sequence[Mapping[str, Any]], machine: planner.Machine
-) -> tuple[dict[str, list[float]], planner.Machine]:
-    """What all ranks measured, as one: the medians of the segments' times, and ``machine`` with the measured curves."""
+) -> tuple[dict[str, list[float]], float, planner.Machine]:
+    """What all ranks measured, as one: the medians of the segments' times and of the optimizer's, and ``machine`` with the
+    measured curves.
+    """
     seconds = {
         phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
         for phase, values in everybody[0]["seconds"].items()
     }
+    update_seconds = statistics.median(one["update"] for one in everybody)
     gathers, reductions = (_fastest(one[kind] for one in everybody) for kind in ("gathers", "reductions"))
-    return seconds, measured_machine(machine, gathers, reductions)
+    return seconds, update_seconds, measured_machine(machine, gathers, reductions)
 
 
 def segment_seconds(
-    graph_plan: GraphPlan, takes: list[tuple[str, int, int]], begin: int, end: int, estimates: list[float]
+    graph_plan: GraphPlan,
+    takes: list[tuple[str, int, int]],
+    begin: int,
+    end: int,
+    estimates: list[float],
+    collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
     """The time of each segment, without its waits: from the last parameter it waited for to the first that the next one
-    asked for. Where a segment waits for nothing, it shares a measurement with the one before, by estimate. None when the
-    takes (name, start, end) are not those of the plan.
+    asked for, less the ``collectives`` (start, end) that ran on the same thread meanwhile. Where a segment waits for
+    nothing, it shares a measurement with the one before, by estimate. None when the takes (name, start, end) are not those
+    of the plan.
     """
     takes = sorted(takes, key=lambda take: take[1])
     if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
@@ -179,7 +207,9 @@ def segment_seconds(
     for index in range(len(estimates) + 1):
         if index == len(estimates) or index in firsts:
             if group:
-                span = max(0, (end if index == len(estimates) else firsts[index]) - group_begin) * 1e-9
+                group_end = end if index == len(estimates) else firsts[index]
+                inside = sum(max(0, min(stop, group_end) - max(start, group_begin)) for start, stop in collectives)
+                span = max(0, group_end - group_begin - inside) * 1e-9
                 total = sum(estimates[i] for i in group) or 1.0
                 for i in group:
                     share = estimates[i] / total if any(estimates[j] for j in group) else 1 / len(group)

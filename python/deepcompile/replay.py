@@ -52,7 +52,7 @@ def compile(
     require_same_reads(sharding, cycles)
     first = [cycle for cycle in cycles if cycle.key == cycles[0].key]
     budget = memory_budget or sharding.planner.budget
-    options = RecordedOptions(sharding.planner.machine, budget, ahead, ops.tail)
+    options = RecordedOptions(sharding.planner.machine, budget, ahead)
     variant = plan_cycles(sharding, first, ops, options, "order-0")
     agreement.require_same(f"{variant.outcome}, reads {cycles[0].key}", "planned a recorded iteration")
     if variant.step.plan is None:

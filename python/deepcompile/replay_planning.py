@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
 from deepcompile.planning import RecordedOptions, Step
 from deepcompile.profile import by_size, over_ranks
@@ -120,14 +119,17 @@ def plan_cycles(
     dist.all_gather_object(everybody, own, group=sharding.group)
     cycle = cycles[0]
     _adopt_uses(cycle, everybody[0]["uses"])
-    medians, machine = over_ranks(everybody, options.machine)
-    if sharding.runtime.stats()["cpu_stream"] == "inline":
-        machine = _without_overlap(machine)
-    update = max(float(one["update"]) for one in everybody)
-    recorded = RecordedOptions(
-        machine, min(one["budget"] for one in everybody), options.prefetch_ahead, update or options.update_seconds
+    medians, update_seconds, machine = over_ranks(everybody, options.machine)
+    recorded = RecordedOptions(machine, min(one["budget"] for one in everybody), options.prefetch_ahead)
+    step = Step(
+        name,
+        cycle.graphs,
+        [],
+        seconds=medians,
+        update_seconds=update_seconds,
+        measured=True,
+        recorded=recorded,
     )
-    step = Step(name, cycle.graphs, [], seconds=medians, measured=True, recorded=recorded)
     sharding.planner.plan_recorded(step)
     return Variant(cycle, step, ops)
 
@@ -137,12 +139,6 @@ def _adopt_uses(cycle: Cycle, uses: dict[str, Any]) -> None:
     for phase, structure in uses.items():
         for segment, (used, grads) in zip(cycle.graphs[phase].segments, structure, strict=True):
             segment.uses, segment.grads = list(used), list(grads)
-
-
-def _without_overlap(machine: planner.Machine) -> planner.Machine:
-    """Collectives run on the caller's thread: nothing is computed meanwhile."""
-    lines = [line if not line.startswith("slowdown") else "slowdown 100000" for line in machine.text.splitlines()]
-    return planner.Machine("\n".join(lines) + "\n")
 
 
 __all__ = ["Variant", "new_agreement", "plan_cycles", "require_same_reads", "sharding_for"]

@@ -12,7 +12,6 @@ from deepcompile.step_plan import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
-    from deepcompile.plan import Plan
     from deepcompile.planning import Step
     from deepcompile.sharding import Sharding
 
@@ -83,9 +82,9 @@ def explain(engine: Engine) -> Explanation:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
         waited = f"{_seconds(statistics.median(times.waited))} a step"
-        if stats["cpu_stream"] == "inline":
-            waited = "not told apart: collectives run on the caller's thread"
-        rows.append(("waited for collectives", waited))
+        if sharding.collectives_stop_compute:
+            waited += ", all of them: they run on the caller's thread"
+        rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
     rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))
@@ -140,7 +139,7 @@ def step_rows(step: Step) -> list[tuple[str, str]]:
     rows.append(
         ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}; no plan takes less than {_seconds(bound * 1e-9)}")
     )
-    rows.append(("predicted exposed", _seconds(exposed_seconds(planned))))
+    rows.append(("predicted exposed", _seconds(predicted_exposed(step))))
     rows.append(("predicted peak", f"{_bytes(planned.peak_bytes)} of {_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
     kept = [take.param for take in forward.takes if take.keep]
@@ -149,8 +148,11 @@ def step_rows(step: Step) -> list[tuple[str, str]]:
     return rows
 
 
-def exposed_seconds(planned: Plan) -> float:
-    return sum(value for name, value in planned.exposed_ns.items() if name != "compute") * 1e-9
+def predicted_exposed(step: Step) -> float:
+    """What the step takes beyond its compute, in seconds. (Where a collective stops compute, the planner counts it there.)"""
+    assert step.plan is not None
+    compute = sum(sum(seconds) for seconds in step.seconds.values()) + step.update_seconds
+    return max(0.0, step.plan.planned.step_ns * 1e-9 - compute)
 
 
 def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
@@ -162,7 +164,7 @@ def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     return (
         f"deepcompile: ZeRO-{sharding.config.stage} on {sharding.world} ranks, plan '{planned.strategy}' from measurements"
         f"{'' if changed else ' (the same as from estimates)'}: step {_seconds(planned.step_ns * 1e-9)}, "
-        f"{_seconds(exposed_seconds(planned))} of communication exposed, {kept} parameters kept to the backward, peak "
+        f"{_seconds(predicted_exposed(step))} of communication exposed, {kept} parameters kept to the backward, peak "
         f"{_bytes(planned.peak_bytes)}"
     )
 
@@ -193,4 +195,4 @@ def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-__all__ = ["Explanation", "StepTimes", "explain", "exposed_seconds", "one_line", "step_rows", "trace_events"]
+__all__ = ["Explanation", "StepTimes", "explain", "one_line", "predicted_exposed", "step_rows", "trace_events"]

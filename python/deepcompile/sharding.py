@@ -94,6 +94,11 @@ class Sharding:
             self._planner = StepPlanner(self)
         return self._planner
 
+    @property
+    def collectives_stop_compute(self) -> bool:
+        """True where they run on the thread of the caller."""
+        return self.runtime.device.type == "cpu" and self.runtime.stats()["cpu_stream"] == "inline"
+
     def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
         return {sharded.param: sharded for sharded in self.params}
 
@@ -194,7 +199,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def open_shardings() -> Iterator[Sharding]:
-    return iter({sharding for sharding in _shardings.values() if sharding.is_open})
+    return iter({sharding for sharding in _shardings.values() if sharding.runtime.is_open})
 
 
 def shard(
@@ -338,13 +343,18 @@ def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
     """A parameter without data becomes one with this rank's part."""
-    if sharded.read_dtype == sharding.config.compute_dtype:
-        own = own.float()
+    own = _where_it_travels(sharded, own, sharding)
     param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
         module._parameters[attribute] = param
     return dataclasses.replace(sharded, param=param)
+
+
+def _where_it_travels(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """The shard in memory from which gathers are fastest; as the fp32 master copy where gathers cast."""
+    dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
+    return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
 
 def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -381,9 +391,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
     own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
     _scatter(own, parts, group)
-    if sharded.read_dtype == sharding.config.compute_dtype:
-        own = own.float()  # the master copy, from which gathers cast
-    param.data = own
+    param.data = _where_it_travels(sharded, own, sharding)
     param.grad = None
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
 

@@ -74,7 +74,7 @@ def step_graph_text(
     update_seconds: float = 1e-6,
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
-    it, backward segment that reads it last); ``update_seconds``: of the optimizer's step.
+    it, backward segment that reads it last); ``update_seconds``: of the optimizer.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}

@@ -47,7 +47,8 @@ std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config
   channels.control = gather == control ? channels.gather : communicatorOf(control, context->traffic);
   // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
   // so the runtime is destroyed without it, wherever the last reference goes.
-  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks, device, makeRollCall(store, group->getRank(), group->getSize())),
+  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks,
+                                              device, makeRollCall(store, group->getRank(), group->getSize())),
                                   [](Runtime* runtime) {
                                     if (PyGILState_Check() != 0) {
                                       const py::gil_scoped_release no_gil;
@@ -95,6 +96,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gradients_reduced"] = stats.gradients_reduced.load();
   all["gradients_missing"] = stats.gradients_missing.load();
   all["gradients_parked"] = stats.gradients_parked.load();
+  all["gradients_in_place"] = stats.gradients_in_place.load();
   all["buckets_flushed"] = stats.buckets_flushed.load();
   all["activations_freed"] = stats.activations_freed.load();
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
@@ -129,7 +131,8 @@ void bindRuntime(py::module_& module) {
   py::class_<Channel, std::shared_ptr<Channel>>(module, "Channel");
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&makeRuntime), py::arg("process_group"), py::arg("config"), py::arg("initial_reduce_bucket_size"),
-           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"), py::arg("device"), py::arg("store"))
+           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"), py::arg("device"),
+           py::arg("store"))
       .def(
           "register_param",
           [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
@@ -155,6 +158,12 @@ void bindRuntime(py::module_& module) {
       .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
       .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), py::kw_only(),
            py::arg("reduce_at_update") = false, NoGil())
+      .def(
+          "empty",
+          [](Runtime& runtime, const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
+            return runtime.channels().gather->empty(sizes, at::TensorOptions().dtype(dtype).device(runtime.device()));
+          },
+          py::arg("sizes"), py::arg("dtype"), NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())

@@ -16,6 +16,7 @@
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_stream.h"
+#include "deepcompile/runtime/host_memory.h"
 #include "deepcompile/runtime/z1_executor.h"
 #include "deepcompile/runtime/z2_executor.h"
 
@@ -50,8 +51,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       registry_(std::make_shared<DSParamRegistry>()),
       device_(device),
       pool_(std::make_shared<BufferPool>(c10::GetAllocator(device.type()))),
-      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size,
-                                                                   context_->config.double_buffer, device)),
+      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(
+          initial_reduce_bucket_size, context_->config.double_buffer, device, channels_.reduce)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
                                 : chooseCpuStreamMode(Environment::read().cpu_stream, channels_.gather->spins(),
                                                       local_ranks, at::get_num_threads(), usableCores())),
@@ -64,6 +65,9 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
       offload_stream_(makeStream("offload", copyMode())),
       reload_stream_(makeStream("reload", copyMode())) {
+  if (device_.is_cpu()) {
+    keepFreedMemory();
+  }
   context_->device_order = !device_.is_cpu();
   context_->timeline->useDevice(device_);
   if (channels_.control == nullptr) {

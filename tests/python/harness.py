@@ -25,7 +25,8 @@ DEVICE = os.environ.get("DEEPCOMPILE_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"])
+# A server that has looked for a GPU, as parts of the compiler do when they are loaded, cannot fork processes that use one.
+_context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"] if DEVICE == "cpu" else ["torch"])
 
 
 class RankFailed(AssertionError):

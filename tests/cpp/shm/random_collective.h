@@ -146,7 +146,9 @@ class Buffer {
       block_ = own_.data();
     }
     data_ = block_ + shift;
-    std::memset(data_, 0xA5, static_cast<std::size_t>(bytes));
+    if (bytes > 0) {  // an empty vector has no memory, which memset does not take
+      std::memset(data_, 0xA5, static_cast<std::size_t>(bytes));
+    }
   }
   ~Buffer() {
     if (heap_ != nullptr) {
