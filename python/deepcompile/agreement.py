@@ -49,6 +49,11 @@ class Agreement:
             self._store.delete_key(f"{number - 1}/{self._rank}")  # everybody has read it: they are here
         return said
 
+    def said_alone(self) -> dict[int, str]:
+        """What other ranks said at the next agreement, to which this rank has not come."""
+        others = {rank: f"{self._count}/{rank}" for rank in range(self._world) if rank != self._rank}
+        return {rank: self._store.get(key).decode() for rank, key in others.items() if self._store.check([key])}
+
     def require_same(self, text: str, what: str) -> None:
         said = self.exchange(text, what)
         for rank, other in enumerate(said):

@@ -324,9 +324,7 @@ def _check_values(config: Config) -> None:
     if not config.compile.enabled:
         config.compile.mode = "off"
     if config.compile.mode == "replay":
-        raise ConfigError(
-            "config key 'compile.mode' is 'replay', which is not supported: it is not part of this version"
-        )
+        require(profile >= 1, "compile.profile_steps", profile, "replay records at least one iteration")
 
 
 __all__ = [

@@ -19,9 +19,10 @@ from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer
 from deepcompile.clipping import Clipping
 from deepcompile.config import Config, OptimizerConfig, load_config
 from deepcompile.deferred import InitFunction
+from deepcompile.engine_replay import ReplayProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
-from deepcompile.report import Explanation, StepTimes, explain, one_line, trace_events
+from deepcompile.report import Explanation, StepTimes, explain, trace_events
 from deepcompile.sharding import Sharding, is_sharded, shard, sharding_of
 
 _log = logging.getLogger("deepcompile")
@@ -128,9 +129,12 @@ class Engine:
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
-        self.profile = Profile(self.sharding, 0)
+        self.profile: Profile | ReplayProfile = Profile(self.sharding, 0)
         if config.compile.mode == "compile":
             self._compile()
+        elif config.compile.mode == "replay":
+            self.sharding.planner  # noqa: B018 - made here, by all ranks together
+            self.profile = ReplayProfile(self.sharding, config.compile.profile_steps)
 
     def _compile(self) -> None:
         options = self.config.compile
@@ -158,6 +162,9 @@ class Engine:
             self.profile.start_forward()
         try:
             return self._forward(*args, **kwargs)
+        except Exception as error:
+            self.profile.failed(error)
+            raise
         finally:
             if training:
                 self.profile.end_forward()
@@ -187,9 +194,13 @@ class Engine:
         self.sharding.runtime.start_backward(update)
         factor = self.loss_scale.value / self.config.gradient_accumulation_steps
         self.profile.start_backward()
-        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
-        torch.ops.dc.end_backward(self.sharding.graph_id)
-        self.profile.end_backward()
+        try:
+            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            torch.ops.dc.end_backward(self.sharding.graph_id)
+            self.profile.end_backward()
+        except Exception as error:
+            self.profile.failed(error)
+            raise
         self.sharding.end_backward()
         self._micro_steps += 1
         self._awaits_step = True
@@ -227,20 +238,22 @@ class Engine:
     def _begin_step(self) -> None:
         if not self._micro_steps and not self._awaits_step:
             self.times.begin(self.stats()["wait_seconds"])
+            self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()
                 self.sharding.runtime.record_timeline(True)
 
     def _end_step(self) -> None:
         self.times.end(self.stats()["wait_seconds"])
+        self.profile.end_step()
         if self.profile.ready():
             changed = self.profile.plan()
             self.times.forget()
             if self.sharding.rank == 0:
-                _log.info("%s", one_line(self.sharding, changed, self.profile.why_not))
+                _log.info("%s", self.profile.line(changed))
         elif self._trace_to is not None and self.profile.done:
             self.sharding.runtime.record_timeline(False)
-            pathlib.Path(self._trace_to).write_text(trace_events(self, self.sharding.runtime.take_timeline()))
+            pathlib.Path(self._trace_to).write_text(trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
 
     @property

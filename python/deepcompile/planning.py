@@ -16,6 +16,7 @@ from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
+from deepcompile.prefetch_limit import limit_prefetch
 from deepcompile.segments import Segments, cut, structure_hash
 from deepcompile.step_plan import (
     BACKWARD,
@@ -50,6 +51,15 @@ def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
     return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordedOptions:
+    """How an iteration that was recorded as a whole is planned."""
+
+    machine: planner.Machine  # measured
+    budget: int
+    prefetch_ahead: int | None  # layers that a gather may be started ahead; None: as the planner likes
+
+
 @dataclasses.dataclass
 class Step:
     """One traced step (or a forward alone) and its plan."""
@@ -62,6 +72,8 @@ class Step:
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
+    #: Of a recorded iteration; where not given, the planner's own.
+    recorded: RecordedOptions | None = None
     #: Compiles one phase anew with another plan.
     recompile: dict[str, Callable[[GraphPlan], None]] = dataclasses.field(default_factory=dict)
 
@@ -124,22 +136,38 @@ class StepPlanner:
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
+        recorded = step.recorded
+        machine, budget = (recorded.machine, recorded.budget) if recorded else (self.machine, self.budget)
         text = step_graph_text(
             step.name, step.graphs, self._facts, self._sharding.world, step.seconds, step.saved, step.update_seconds
         )
         graph = planner.StepGraph(text, step.name)
         try:
-            planned = planner.plan(graph, self.machine, budget=self.budget, strategy=self._config.compile.strategy)
+            planned = planner.plan(graph, machine, budget=budget, strategy=self._config.compile.strategy)
         except planner.BudgetError as error:
             step.plan, step.why_not = None, str(error)
             return
         if any(kind in ("offload", "reload") for kind, _, _, _ in planned.instructions):
-            step.plan, step.why_not = None, f"{self.budget} bytes do not hold the step without offloading"
+            step.plan, step.why_not = None, f"{budget} bytes do not hold the step without offloading"
             return
+        if recorded and recorded.prefetch_ahead is not None:
+            planned = limit_prefetch(graph, machine, planned, step.graphs, recorded.prefetch_ahead)
         step.plan = step_plan(text, planned, step.graphs, self._facts)
         step.why_not = ""
-        if step.trains and not self._may_keep(step):
+        if step.trains and not recorded and not self._may_keep(step):
             step.plan = without_keeping(step.plan, self._facts)
+
+    def plan_recorded(self, step: Step) -> None:
+        """Plans an iteration that was recorded. The caller sees to it that all ranks do and mean the same."""
+        self._plan(step)
+
+    def load_recorded(self, step: Step, graph_text: str, plan_text: str) -> None:
+        """Takes a plan that was made before, proved again."""
+        assert step.recorded is not None
+        graph = planner.StepGraph(graph_text, step.name)
+        step.plan = step_plan(
+            graph_text, planner.load_plan(graph, step.recorded.machine, plan_text), step.graphs, self._facts
+        )
 
     def _may_keep(self, step: Step) -> bool:
         """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
@@ -197,4 +225,4 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-__all__ = ["Step", "StepPlanner", "available_memory"]
+__all__ = ["RecordedOptions", "Step", "StepPlanner", "available_memory"]

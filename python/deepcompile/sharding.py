@@ -151,6 +151,10 @@ class Sharding:
             if sharded.leaf and not sharded.persistent:
                 self.runtime.invalidate_gathered_param(sharded.id)
 
+    @property
+    def is_open(self) -> bool:
+        return self.runtime.is_open
+
     def close(self) -> None:
         self.runtime.cleanup()
 

@@ -132,25 +132,36 @@ def saved_buffers(
     return found
 
 
+def placed_gathers(
+    planned: planner.Plan, graphs: Mapping[str, Segments]
+) -> tuple[dict[str, int], list[tuple[int, tuple[str, ...]]], dict[str, list[list[int]]]]:
+    """The position of each segment's node in the step; the gathers of the plan, each with the position before which it is
+    started; and for each parameter the stretches [from, to) of positions in which it is gathered.
+    """
+    nodes = [f"{phase[0]}{index}" for phase, segments in graphs.items() for index in range(len(segments.segments))]
+    position = {node: number for number, node in enumerate(nodes)}
+    launches: list[tuple[int, tuple[str, ...]]] = []
+    intervals: dict[str, list[list[int]]] = {}
+    following = 0  # the position of the next segment
+    for kind, node, _, items in planned.instructions:
+        if kind in ("compute", "optimizer"):
+            following = position[node] + 1 if node in position else len(nodes)
+        elif kind == "gather":
+            launches.append((following, tuple(items)))
+            for param in items:
+                intervals.setdefault(param, []).append([following, len(nodes)])
+        elif kind == "release":
+            for param in items:
+                intervals[param][-1][1] = following
+    return position, launches, intervals
+
+
 def step_plan(
     text: str, planned: planner.Plan, graphs: Mapping[str, Segments], facts: Mapping[str, ParamFacts]
 ) -> StepPlan:
     """Reads the plan's instructions as what each graph does."""
-    order = [(phase, index) for phase, segments in graphs.items() for index in range(len(segments.segments))]
-    position = {f"{phase[0]}{index}": number for number, (phase, index) in enumerate(order)}
-    launches: list[tuple[int, tuple[str, ...]]] = []
-    intervals: dict[str, list[list[int]]] = {}  # parameter -> [from, to] in positions
-    following = 0  # the position of the next segment
-    for kind, node, _, items in planned.instructions:
-        if kind in ("compute", "optimizer"):
-            following = position[node] + 1 if node in position else len(order)
-        elif kind == "gather":
-            launches.append((following, tuple(items)))
-            for param in items:
-                intervals.setdefault(param, []).append([following, len(order)])
-        elif kind == "release":
-            for param in items:
-                intervals[param][-1][1] = following
+    position, launches, intervals = placed_gathers(planned, graphs)
+    order = range(len(position))
     takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
     for phase, segments in graphs.items():
         for param in segments.params:
@@ -293,6 +304,7 @@ __all__ = [
     "StepPlan",
     "Take",
     "apply_plan",
+    "placed_gathers",
     "saved_buffers",
     "step_graph_text",
     "step_plan",

@@ -89,6 +89,7 @@ void CustomOpExecutor::openBackward(bool update) {
     order_.emplace(std::move(reversed));
   }
   order_->begin();
+  entered_ = 0;
   present_.clear();
   presence_.clear();
   without_gradient_.clear();
@@ -186,7 +187,7 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
 
 // The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its
 // contents.
-void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
+void CustomOpExecutor::putIntoBucket(const ArrivedGradient& arrived) {
   const DSParam& param = param_registry_->getParam(arrived.id);
   const at::Tensor grad = withLocal(param, arrived.grad);
   if (grad.defined()) {
@@ -250,6 +251,25 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
     task.dropGradient();
   }
+}
+
+void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
+  putIntoBucket(arrived);
+  // What is left at the end is flushed there, with word of what is beyond the order.
+  if (entered_ + 1 < flush_after_.size() && flush_after_[entered_]) {
+    flushAllReduceBuckets();
+  }
+  ++entered_;
+}
+
+void CustomOpExecutor::planFlushes(std::vector<bool> after) {
+  check(!backward_open_ || after.empty(),
+        [&] { return concat("reductions cannot be planned anew during a backward (", place(), ")"); });
+  check(after.empty() || after.size() == reductionOrder().size(), [&] {
+    return concat("a plan of ", after.size(), " reductions does not fit an order of ", reductionOrder().size(), " (",
+                  place(), ")");
+  });
+  flush_after_ = std::move(after);
 }
 
 bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
@@ -348,9 +368,10 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
     check(!task.changed(), [&] {
-      return concat("the gradient of ", param.describe(),
-                    " was changed in place after the backward gave it and before it was reduced (", place(),
-                    "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
+      return concat(
+          "the gradient of ", param.describe(),
+          " was changed in place after the backward gave it and before it was reduced (", place(),
+          "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
     });
     if (!task.hasGradient()) {
       lacking = true;

@@ -65,6 +65,11 @@ class CustomOpExecutor {
   bool backwardImplicit() const { return implicit_; }
   // "ZeRO-3" and so on: what the ranks must agree on.
   virtual const char* stageName() const { return "an executor of its own"; }
+  // The order in which gradients enter the buckets, the same on all ranks; empty before the first backward.
+  std::vector<std::int64_t> reductionOrder() const { return order_ ? order_->expected() : std::vector<std::int64_t>(); }
+  // Reduces what the buckets hold also after these places of reductionOrder(), not only when they are full. Empty: only
+  // then. The same on all ranks, from the next backward on.
+  void planFlushes(std::vector<bool> after);
   // Parameters that no rank had a gradient for in the last backward.
   const std::unordered_set<std::int64_t>& withoutGradient() const { return without_gradient_; }
 
@@ -120,6 +125,7 @@ class CustomOpExecutor {
   void abandonBackward();
   void reduceSurplus();
   void enter(const ArrivedGradient& arrived);
+  void putIntoBucket(const ArrivedGradient& arrived);
   // True when the gradient can be reduced from its own memory.
   bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
@@ -137,6 +143,8 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::vector<bool> flush_after_;
+  std::size_t entered_ = 0;  // gradients that entered a bucket in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad
