@@ -13,10 +13,11 @@ from deepcompile._version import __version__
 from deepcompile.comm import init_distributed
 from deepcompile.config import Config, ConfigError
 from deepcompile.deferred import init_sharded
-from deepcompile.engine import Engine, initialize
+from deepcompile.engine import Engine
 from deepcompile.full import full_params, full_state_dict
+from deepcompile.initialization import initialize
 from deepcompile.parity import check_parity
-from deepcompile.sharding import shard
+from deepcompile.sharding import shard, update_trainable
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
 cmake_prefix_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake")
@@ -37,4 +38,5 @@ __all__ = [
     "initialize",
     "shard",
     "shm",
+    "update_trainable",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,9 @@ from deepcompile.step_plan import (
     ParamFacts,
     StepPlan,
     saved_buffers,
-    step_graph_text,
-    step_plan,
     without_keeping,
 )
+from deepcompile.whole_step import Inputs, plan_whole_step
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -36,6 +36,9 @@ _UNMEASURED = (
     "machine this like 2xcpu\ninside latency=100us bandwidth=1GB\nslowdown 200\n"
     "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
 )
+
+#: How a rank says that it has no plan; the reason follows.
+_NO_PLAN = "no plan: "
 
 
 @dataclasses.dataclass
@@ -49,6 +52,7 @@ class Step:
     why_not: str = ""  # why there is no plan
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     measured: bool = False
+    ran_in: int = 0  # number of the engine's step in which its forward ran last
     #: Compiles one phase anew with another plan.
     recompile: dict[str, Callable[[GraphPlan], None]] = dataclasses.field(default_factory=dict)
 
@@ -64,9 +68,18 @@ class StepPlanner:
         self._sharding = sharding
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
-        self._agreement = Agreement(sharding.group, f"plan/{sharding.graph_id}", self._config.timeout)
+        self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
         self.machine = planner.Machine(f"{_UNMEASURED}devices {max(1, sharding.world)}\n")
         self.budget = self._agree_on_budget()
+        self._facts: dict[str, ParamFacts] = {}
+        self.learn_facts()
+
+    def _agree_on_budget(self) -> int:
+        own = self._config.memory_budget or available_memory() // _channels.ranks_on_this_host(self._sharding.group)
+        return min(int(text) for text in self._agreement.exchange(str(own), "is about to plan"))
+
+    def learn_facts(self) -> None:
+        """What each parameter holds besides what graphs show; again when others are trained."""
         self._facts = {
             sharded.name: ParamFacts(
                 shard_bytes=sharded.param.nbytes,
@@ -74,12 +87,8 @@ class StepPlanner:
                 state_bytes=2 * sharded.param.nbytes if sharded.param.requires_grad else 0,
                 stays=sharded.persistent or sharded.leaf,
             )
-            for sharded in sharding.params
+            for sharded in self._sharding.params
         }
-
-    def _agree_on_budget(self) -> int:
-        own = self._config.memory_budget or available_memory() // _channels.ranks_on_this_host(self._sharding.group)
-        return min(int(text) for text in self._agreement.exchange(str(own), "is about to plan"))
 
     def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
@@ -97,30 +106,66 @@ class StepPlanner:
         step = Step(f"step-{len(self.steps)}", graphs, saved)
         step.seconds = {phase: [segment.seconds for segment in cut_.segments] for phase, cut_ in graphs.items()}
         self._plan(step)
-        outcome = step.plan.hash if step.plan else f"no plan ({step.why_not})"
-        self._agreement.require_same(f"graph {key}, plan {outcome}", "compiled a new graph")
+        self._agree(step, f"graph {key}", "compiled a new graph")
         self.steps[key] = step
+        self._place_reductions()
         return step
 
     def _plan(self, step: Step) -> None:
+        """Gives the step a plan, or the reason why there is none."""
+        step.plan = None
         unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
-        text = step_graph_text(step.name, step.graphs, self._facts, self._sharding.world, step.seconds, step.saved)
-        graph = planner.StepGraph(text, step.name)
+        inputs = Inputs(
+            step.name,
+            step.graphs,
+            self._facts,
+            self._sharding.world,
+            step.seconds,
+            step.saved,
+            self.machine,
+            self.budget,
+            self._config.compile.strategy,
+        )
         try:
-            planned = planner.plan(graph, self.machine, budget=self.budget, strategy=self._config.compile.strategy)
+            step.plan = plan_whole_step(inputs, self._config.gradient_accumulation_steps or 1)
         except planner.BudgetError as error:
-            step.plan, step.why_not = None, str(error)
+            step.why_not = str(error)
             return
-        if any(kind in ("offload", "reload") for kind, _, _, _ in planned.instructions):
-            step.plan, step.why_not = None, f"{self.budget} bytes do not hold the step without offloading"
+        except MemoryError:
+            step.why_not = f"rank {self._sharding.rank} ran out of memory while planning"
             return
-        step.plan = step_plan(text, planned, step.graphs, self._facts)
         step.why_not = ""
         if step.trains and not self._may_keep(step):
             step.plan = without_keeping(step.plan, self._facts)
+
+    def _agree(self, step: Step, what: str, said: str) -> None:
+        """All ranks plan the same, or none: where one has no plan, all run as without one."""
+        own = f"plan {step.plan.hash}" if step.plan else f"{_NO_PLAN}{step.why_not}"
+        outcomes = []
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", said)):
+            other, _, outcome = line.partition("\n")
+            if other != what:
+                self._agreement.refuse(what, other, rank, said)
+            outcomes.append(outcome)
+        without = next((outcome for outcome in outcomes if outcome.startswith(_NO_PLAN)), None)
+        if without is not None:
+            step.plan, step.why_not = None, without.removeprefix(_NO_PLAN)
+            return
+        for rank, outcome in enumerate(outcomes):
+            if outcome != own:
+                self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, said)
+
+    def _place_reductions(self) -> None:
+        """Tells the runtime which gradients to reduce together, unless the configuration has said how large buckets are."""
+        if self._config.zero_optimization.reduce_bucket_size is not None or self._sharding.world == 1:
+            return
+        ids = {sharded.name: sharded.id for sharded in self._sharding.params}
+        planned = [step.plan.reductions for step in self.steps.values() if step.trains and step.plan is not None]
+        buckets = [[ids[name] for name in bucket] for reductions in planned for bucket in reductions]
+        self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets)
 
     def _may_keep(self, step: Step) -> bool:
         """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
@@ -135,13 +180,17 @@ class StepPlanner:
 
     def replan(self, step: Step, seconds: dict[str, list[float]], machine: planner.Machine) -> bool:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
-        before = step.plan.graphs if step.plan else None
+        before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
-        step.seconds, step.measured = seconds, True
+        step.seconds = seconds
         self._plan(step)
-        outcome = step.plan.hash if step.plan else "none"
-        self._agreement.require_same(f"{step.name} measured, plan {outcome}", "planned from measurements")
-        if step.plan is None or step.plan.graphs == before:
+        self._agree(step, f"{step.name} measured", "planned from measurements")
+        if step.plan is None:
+            step.plan = plan_before  # on all ranks; it is safe, and compiled
+            return False
+        step.measured = True
+        self._place_reductions()
+        if step.plan.graphs == before:
             return False
         for phase, recompile in step.recompile.items():
             if before is None or step.plan.graphs[phase] != before[phase]:
@@ -149,9 +198,15 @@ class StepPlanner:
         return True
 
     def training_step(self) -> Step | None:
-        """The one step that trains; None where there is none or more than one."""
+        """The one step that trains, of those that ran last; None where there is none or more than one."""
         training = [step for step in self.steps.values() if step.trains]
-        return training[0] if len(training) == 1 else None
+        last = max((step.ran_in for step in training), default=0)
+        running = [step for step in training if step.ran_in == last]
+        return running[0] if len(running) == 1 else None
+
+    def median_over_ranks(self, value: float, what: str) -> float:
+        """A collective, with a deadline."""
+        return statistics.median(float(text) for text in self._agreement.exchange(repr(value), what))
 
 
 def available_memory() -> int:

@@ -78,6 +78,11 @@ class Profile:
         if not self.done:
             self._seen += 1
 
+    def again(self) -> None:
+        """Measures anew. The first iteration is left out as ever."""
+        self.done, self._seen = False, 0
+        self._finished.clear()
+
     def ready(self) -> bool:
         """True once, on all ranks in the same iteration."""
         return not self.done and self._seen > self._wanted

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from deepcompile.step_plan import BACKWARD, FORWARD
+from deepcompile.whole_step import MOST_MICRO_BATCHES
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
@@ -123,17 +124,31 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if not step.measured and engine.profile.done and engine.profile.why_not:
         rows.append(("not measured", engine.profile.why_not))
     bound = planned.lower_bound_ns
+    micro_batches = min(engine.gradient_accumulation_steps(), MOST_MICRO_BATCHES)
+    of = f" for {micro_batches} micro-batches" if micro_batches > 1 else ""
     rows.append(
-        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}; no plan takes less than {_seconds(bound * 1e-9)}")
+        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}{of}; no plan takes less than {_seconds(bound * 1e-9)}")
     )
     exposed = planned.exposed_ns
     hidden = sum(value for name, value in exposed.items() if name != "compute")
     rows.append(("predicted exposed", _seconds(hidden * 1e-9)))
-    rows.append(("predicted peak", f"{_bytes(planned.peak_bytes)} of {_bytes(planned.budget)}"))
+    peak = max(planned.peak_bytes, step.plan.micro.peak_bytes)
+    rows.append(("predicted peak", f"{_bytes(peak)} of {_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
     kept = [take.param for take in forward.takes if take.keep]
     rows.append(("launches", f"{len(forward.launches)} in the forward, {len(backward.launches)} in the backward"))
     rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
+    if micro_batches > 1:
+        rows.append(("kept for all micro-batches", f"{len(step.plan.kept)} parameters"))
+    by_size = engine.config.zero_optimization.reduce_bucket_size
+    planned_buckets = f"{len(step.plan.reductions)} in a backward, as planned"
+    rows.append(
+        ("reductions", planned_buckets if by_size is None else f"in buckets of {by_size} elements, as configured")
+    )
+    if engine.drift.history:
+        expected, found = engine.drift.history[-1]
+        times = f"{len(engine.drift.history)} times" if len(engine.drift.history) > 1 else "once"
+        rows.append(("planned again", f"{times}, last when a step went from {_seconds(expected)} to {_seconds(found)}"))
     return rows
 
 

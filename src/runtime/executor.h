@@ -55,6 +55,12 @@ class CustomOpExecutor {
   // up.
   void noteAutogradTask(std::int64_t task);
 
+  // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
+  // bucket size. Not while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets);
+  // What is trainable has changed: the order of the gradients is learned again.
+  void forgetOrder();
+
   bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }
   const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
   // True between startBackward (or the first gradient) and endBackward.
@@ -115,10 +121,14 @@ class CustomOpExecutor {
   void abandonBackward();
   void reduceSurplus();
   void enter(const ArrivedGradient& arrived);
+  // The next gradients of the expected order; flushes where a planned bucket ends.
+  void enterInOrder(const std::vector<ArrivedGradient>& arrived);
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
   bool noteAccumulation(const DSParam& param);
   void checkGradient(const DSParam& param, const at::Tensor& grad) const;
   void learnOrder();
+  // Where in the expected order the planned buckets end.
+  void placeFlushes();
   void readPresence();
 
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
@@ -130,6 +140,10 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::vector<std::vector<std::int64_t>> planned_buckets_;
+  std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
+  std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
+  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   std::int64_t autograd_task_ = -1;

@@ -76,6 +76,8 @@ class DoubleBufferedReduceBucket {
   CustomOpExecutor*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
   // `executor` is going: forget that it used a bucket.
   void forget(const CustomOpExecutor* executor);
+  // Bytes of all buckets, full or empty.
+  std::int64_t bytes() const;
   // Frees all buckets. The caller has waited for what was in flight.
   void clear() { slots_.clear(); }
 

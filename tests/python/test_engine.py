@@ -116,7 +116,7 @@ def collectives(rank: int, world: int, stage: int) -> list[int]:
     for micro in range(6):
         before = engine.stats()["collectives"]["reduce_scatter"]
         engine.backward(engine(batch(micro)))
-        assert engine.is_gradient_accumulation_boundary == (micro % 3 == 2)
+        assert engine.is_gradient_accumulation_boundary() == (micro % 3 == 2)
         assert engine.step() is (micro % 3 == 2)
         found.append(engine.stats()["collectives"]["reduce_scatter"] - before)
     return found
