@@ -129,8 +129,9 @@ class StepPlanner:
             self.budget,
             self._config.compile.strategy,
         )
+        keeps = not step.trains or self._may_keep(step)
         try:
-            step.plan = plan_whole_step(inputs, self._config.gradient_accumulation_steps or 1)
+            step.plan = plan_whole_step(inputs, (self._config.gradient_accumulation_steps or 1) if keeps else 1)
         except planner.BudgetError as error:
             step.why_not = str(error)
             return
@@ -138,7 +139,7 @@ class StepPlanner:
             step.why_not = f"rank {self._sharding.rank} ran out of memory while planning"
             return
         step.why_not = ""
-        if step.trains and not self._may_keep(step):
+        if not keeps:
             step.plan = without_keeping(step.plan, self._facts)
 
     def _agree(self, step: Step, what: str, said: str) -> None:

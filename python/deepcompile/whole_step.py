@@ -81,14 +81,16 @@ def _bytes(graphs: Mapping[str, Segments], param: str) -> int:
 
 
 def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments]) -> set[str]:
-    """Parameters that the plan gathers once, for all micro-batches."""
+    """Parameters that the plan gathers at most once for all micro-batches. (A frozen one it may not gather at all; the
+    runtime gathers it once a step, since it cannot know what the program does to it between steps.)
+    """
     gathers: dict[str, int] = {}
     for kind, _, _, items in planned.instructions:
         if kind == "gather":
             for param in items:
                 gathers[param] = gathers.get(param, 0) + 1
     used = {param for segments in graphs.values() for segment in segments.segments for param in segment.uses}
-    return {param for param, times in gathers.items() if times == 1 and param in used}
+    return {param for param in used if gathers.get(param, 0) <= 1}
 
 
 __all__ = ["MOST_MICRO_BATCHES", "Inputs", "NeedsOffload", "kept_over_micro_batches", "plan_whole_step"]

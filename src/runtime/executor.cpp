@@ -98,7 +98,8 @@ void CustomOpExecutor::openBackward(bool update) {
 
 void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& grad) const {
   check(param.trainable(), [&] {
-    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer); after "
+    return concat("reduce_grad: ", param.describe(),
+                  " is frozen (it was registered without a gradient buffer); after "
                   "requires_grad_(True) call deepcompile.update_trainable(model) on every rank (",
                   place(), ")");
   });

@@ -13,8 +13,10 @@ void GraphTable::add(std::shared_ptr<const Graph> graph) {
   const std::unique_lock lock(mutex_);
   const std::int64_t id = graph->id;
   check(graphs_.emplace(id, std::move(graph)).second, [&] {
-    return concat("graph ", id, " is registered already; graph ids are unique in the process, also between runtimes, and an engine's model "
-                  "takes the lowest free one (0) for itself");
+    return concat(
+        "graph ", id,
+        " is registered already; graph ids are unique in the process, also between runtimes, and an engine's model "
+        "takes the lowest free one (0) for itself");
   });
 }
 

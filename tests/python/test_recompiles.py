@@ -63,9 +63,9 @@ def counts(rank: int, world: int, kind: str, sharded: bool) -> dict[str, Any]:
 
 
 def assert_compiles_like_plain(kind: str) -> None:
-    plain = run_ranks(1, counts, kind, False, timeout=280)[0]
+    plain = run_ranks(1, counts, kind, False, timeout=400)[0]
     assert plain["graphs after each step"][0] > 0
-    for rank, ours in enumerate(run_ranks(2, counts, kind, True, timeout=280)):
+    for rank, ours in enumerate(run_ranks(2, counts, kind, True, timeout=400)):
         for what in ("graphs after each step", "frames", "graph breaks"):
             assert ours[what] == plain[what], f"{what} of {kind} on rank {rank}"
         if rank == 0:

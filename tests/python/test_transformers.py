@@ -44,7 +44,7 @@ def test_transformers_models_train_twenty_steps_under_every_stage_as_unsharded(k
         for stage in (1, 2, 3)
         for accumulation in (1, 4)
     ]
-    assert_parity(world, runs, worker=train)
+    assert_parity(world, runs, worker=train, timeout=900)
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_planned_transformers_models_train_twenty_steps_under_every_stage_as_uns
         for stage in (1, 2, 3)
         for accumulation in (1, 4)
     ]
-    assert_parity(world, runs, worker=train)
+    assert_parity(world, runs, worker=train, timeout=900)
 
 
 def train_with_inductor(rank: int, world: int, runs: list[Run]) -> list:
@@ -70,4 +70,4 @@ def train_with_inductor(rank: int, world: int, runs: list[Run]) -> list:
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_models_compiled_by_inductor_train_twenty_steps_as_unsharded(kind: str) -> None:
     runs = [Run(kind, {}, config(kind, stage, {"backend": "inductor"})) for stage in (1, 3)]
-    assert_parity(2, runs, worker=train_with_inductor)
+    assert_parity(2, runs, worker=train_with_inductor, timeout=900)
