@@ -73,4 +73,4 @@ lint: $(SETUP)
 	.venv/bin/mypy python/deepcompile
 
 clean:
-	rm -rf build python/deepcompile/_C*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so
+	rm -rf build python/deepcompile/_C*.so python/deepcompile/_cuda*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so

@@ -76,10 +76,15 @@ class Report:
         return table
 
 
-def arguments(description: str) -> argparse.Namespace:
+def arguments(description: str, device: bool = False) -> argparse.Namespace:
+    """``device``: the benchmark also runs on CUDA."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    if device:
+        parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors are")
+        parser.add_argument("--ranks", type=int, choices=[1, 2], help="on cuda: only with so many ranks")
+        parser.add_argument("--small-batch", action="store_true", help="on cuda: only the small batch")
     return parser.parse_args()
 
 
@@ -93,8 +98,12 @@ def machine() -> dict[str, object]:
     }
 
 
-def interleaved(functions: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each function, called in turn so that all see the same state of the machine."""
+def interleaved(
+    functions: dict[str, Callable[[], None]], rounds: int, settle: Callable[[], None] | None = None
+) -> dict[str, float]:
+    """Median seconds of each function, called in turn so that all see the same state of the machine. ``settle`` is called
+    after each, and not timed: it waits for what runs on behind the host.
+    """
     for function in functions.values():
         function()
     samples: dict[str, list[float]] = {name: [] for name in functions}
@@ -106,6 +115,8 @@ def interleaved(functions: dict[str, Callable[[], None]], rounds: int) -> dict[s
                 begin = time.perf_counter()
                 function()
                 samples[name].append(time.perf_counter() - begin)
+                if settle is not None:
+                    settle()
     finally:
         gc.enable()
     return {name: statistics.median(values) for name, values in samples.items()}

@@ -36,7 +36,7 @@ SYSTEMS = {
 
 
 def build(name: str, model: Any) -> Any:
-    """A function that trains one step on a batch, and one that tells more."""
+    """A function that trains one step on a batch, one that tells more, and one that says whether its plan is the last."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def build(name: str, model: Any) -> Any:
             engine.step()
             return loss.item()
 
-        return train, lambda: engine.explain().rows
+        return train, lambda: engine.explain().rows, lambda: engine.profile.done
 
     if name.startswith("FSDP2"):
         from torch.distributed.device_mesh import init_device_mesh
@@ -78,7 +78,7 @@ def build(name: str, model: Any) -> Any:
         optimizer.zero_grad()
         return loss.item()
 
-    return step, lambda: []
+    return step, lambda: [], lambda: True
 
 
 def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
@@ -102,16 +102,19 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
     torch.manual_seed(0)
     model = Llama(2 if quick else 6, 384, heads=6, vocabulary=4096, length=128)
     batch = torch.randint(0, 4096, (2, 129), generator=torch.Generator().manual_seed(rank))
-    train, more = build(name, model)
+    train, more, settled = build(name, model)
     started = time.perf_counter()
-    losses = [train(batch)]
+    loss = train(batch)
     first = time.perf_counter() - started
+    while not settled():
+        train(batch)
+    active = time.perf_counter() - started
     while True:
         command = pipe.recv()
         if command == "stop":
             break
         if command == "first":
-            pipe.send((first, losses[0]))
+            pipe.send((first, active, loss))
         elif command == "more":
             pipe.send(more())
         else:
@@ -158,21 +161,27 @@ class System:
 
 
 def main() -> int:
-    options = arguments(__doc__)
+    options = arguments(__doc__, device=True)
+    if options.device == "cuda":
+        import train_on_cuda
+
+        return train_on_cuda.main(options)
     report = Report("a step of Llama, 384 wide, batch 2 x 128, fp32, two ranks of one thread")
     turns = 4 if options.quick else 12
     with tempfile.TemporaryDirectory() as folder:
         systems: dict[str, System] = {}
         firsts: dict[str, float] = {}
+        actives: dict[str, float] = {}  # until the plan from measurements is active
         for name in SYSTEMS:  # one after the other: first steps are measured, too
             systems[name] = System(name, folder, options.quick)
             answers = systems[name].ask("first")
-            firsts[name] = max(first for first, _ in answers)
-            print(f"{name:<24} first step {firsts[name]:6.1f} s, loss {answers[0][1]:.4f}", flush=True)
+            firsts[name] = max(first for first, _, _ in answers)
+            actives[name] = max(active for _, active, _ in answers)
+            print(f"{name:<24} first step {firsts[name]:6.1f} s, loss {answers[0][2]:.4f}", flush=True)
         for turn in range(turns):
             for system in systems.values():
                 answers = system.ask("turn")
-                if turn > 0:  # the first turn warms up, and deepcompile plans in it
+                if turn > 0:  # the first turn warms up
                     system.times += [max(times) for times in zip(*answers, strict=True)]
         rows = systems["deepcompile ZeRO-3"].ask("more")[0]
         for system in systems.values():
@@ -182,14 +191,17 @@ def main() -> int:
     for name, value in medians.items():
         if name != "deepcompile ZeRO-3":
             report.add("ZeRO-3 step", ours, "ms", name, value)
-    report.add("first step", firsts["deepcompile ZeRO-3"], "s", "one process compiled", firsts["one process compiled"])
+    plain = firsts["two alone, compiled"]
+    report.add("first step", firsts["deepcompile ZeRO-3"], "s", "two alone, compiled", plain)
+    report.add("until the measured plan is active", actives["deepcompile ZeRO-3"], "s", "two alone, compiled", plain)
     report.bar("1.6x faster than FSDP2 on gloo", medians["FSDP2 eager, gloo"] >= 1.6 * ours)
     report.bar("1.6x faster than FSDP2 compiled on gloo", medians["FSDP2 compiled, gloo"] >= 1.6 * ours)
     report.bar("1.1x faster than FSDP2 on shm", medians["FSDP2 eager, shm"] >= 1.1 * ours)
     report.bar("1.1x faster than FSDP2 compiled on shm", medians["FSDP2 compiled, shm"] >= 1.1 * ours)
     report.bar("within 1.15x of two compiled processes alone", ours <= 1.15 * medians["two alone, compiled"])
+    report.bar("first step within 1.3x of plain compile's", firsts["deepcompile ZeRO-3"] <= 1.3 * plain)
     report.bar(
-        "first step within 1.3x of plain compile's", firsts["deepcompile ZeRO-3"] <= 1.3 * firsts["two alone, compiled"]
+        "measured plan active within 2.5x of plain compile's first step", actives["deepcompile ZeRO-3"] <= 2.5 * plain
     )
     status = report.finish(options.json)
     print("\n".join(f"{name:<24} {value}" for name, value in rows))

@@ -6,6 +6,7 @@ add_library(
   comm/inference_group.cpp
   comm/interpreter.cpp
   comm/ordered_sum.cpp
+  comm/roll_call.cpp
   comm/shared_tensor.cpp
   comm/shm_backend.cpp
   comm/shm_backend_gathers.cpp
@@ -30,6 +31,7 @@ add_library(
   runtime/executor.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
+  runtime/host_memory.cpp
   runtime/param.cpp
   runtime/raw_tensor.cpp
   runtime/reduce_bucket.cpp
@@ -41,6 +43,7 @@ add_library(
   runtime/tensor_text.cpp
   runtime/timeline.cpp
   runtime/watchdog.cpp
+  runtime/host_memory.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
@@ -50,10 +53,12 @@ target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
 Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp
-                   bindings/shm.cpp)
+                   bindings/inference_call.cpp bindings/shm.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)
+
+include(cuda_parts.cmake)
 
 # In place the libraries lie where the installed package has them. Relative run paths, so that the package can be moved;
 # torch's libraries are in the process already when the module is loaded.

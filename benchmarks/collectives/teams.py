@@ -109,6 +109,8 @@ class DeepCompile(C10d):
     def call(self, case: Case) -> Call:
         if case.interface == "operator":
             return self.in_place(case, torch.ops.deepspeed.inference_all_reduce_.default)
+        if case.interface == "call":
+            return self.in_place(case, self.library.comm.inference_all_reduce)
         return super().call(case)
 
 

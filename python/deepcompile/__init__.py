@@ -9,6 +9,7 @@ from deepcompile import _compile as _compile  # teaches torch.compile about the 
 from deepcompile import _load as _load  # loads the native library and registers torch.ops.dc and torch.ops.deepspeed
 from deepcompile import _shm_backend as _shm_backend  # registers the backend "shm" of torch.distributed
 from deepcompile import comm, dc, shm
+from deepcompile._cuda_parts import cuda_available
 from deepcompile._version import __version__
 from deepcompile.comm import init_distributed
 from deepcompile.config import Config, ConfigError
@@ -30,6 +31,7 @@ __all__ = [
     "check_parity",
     "cmake_prefix_path",
     "comm",
+    "cuda_available",
     "dc",
     "full_params",
     "full_state_dict",

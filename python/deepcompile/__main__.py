@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from deepcompile import doctor
 from deepcompile.checkpoint import CheckpointError, consolidate
 from deepcompile.plan.__main__ import main as planner
 
@@ -25,9 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
     one.add_argument("folder", help="the folder that was given to engine.save_checkpoint")
     one.add_argument("out", help="the file to write, for example model.safetensors")
     one.add_argument("--name", help="which checkpoint of the folder; the latest when left out")
+    commands.add_parser("doctor", help="what is active on this machine: CUDA, NCCL, shared memory")
     for name, meaning in _PLANNER.items():
         commands.add_parser(name, help=meaning)
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return doctor.main()
     try:
         count = consolidate(options.folder, options.out, options.name)
     except (CheckpointError, OSError, ValueError) as error:

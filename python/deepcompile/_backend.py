@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
-from deepcompile.segments import has_gathers, mark_params, only_from_gathers
+from deepcompile.segments import give_gradients, has_gathers, mark_params, only_from_gathers
 from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, apply_plan
 
 _log = logging.getLogger("deepcompile")
@@ -151,6 +151,7 @@ class _Unit:
             else:
                 step = self._step
             context = _surroundings()
+            give_gradients(module)
             pristine = _copy(module)
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:

@@ -7,15 +7,20 @@ would hang where the group is not the whole world. Backends that cannot be opene
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
+from deepcompile._cuda_parts import require_cuda
 from deepcompile._load import _C
+
+_log = logging.getLogger("deepcompile")
 
 #: How often channels were opened on a group, by its name: part of the prefix, so that a second runtime on the same group
 #: meets fresh keys. The same on all ranks, because opening is a collective.
@@ -35,42 +40,84 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 #: Agreements are a few hundred bytes.
 _CONTROL_SLOT_BYTES = 16384
 
-Channel = Backend | _C.ShmGroup
+Channel = Backend | _C.ShmGroup | _C.Channel
 
 
-def open_channels(group: dist.ProcessGroup, timeout: float) -> tuple[Channel, Channel, Channel]:
-    """What carries gathers, reductions and agreements; the same object where the group's own backend must serve all.
+class Channels(NamedTuple):
+    """What carries gathers, reductions and agreements; the same object where the group's own backend must serve all."""
 
-    On CPU that is memory which the ranks share, where they prove to share a host.
+    gather: Channel
+    reduce: Channel
+    control: Channel
+    #: Keys of this runtime alone, for whatever else its ranks have to tell each other.
+    store: Store
+
+
+def default_device(group: dist.ProcessGroup) -> torch.device:
+    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if the
+    group can reach GPUs.
     """
+    if torch.get_default_device().type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def open_channels(group: dist.ProcessGroup, timeout: float, device: torch.device) -> Channels:
+    """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large."""
     name = group.group_name
     generation = _generations[name]
     _generations[name] += 1
-    own = group._get_backend(torch.device("cpu"))
-    if not isinstance(own, dist.ProcessGroupGloo) and own.name() != "shm":
-        return own, own, own
-    limit = datetime.timedelta(seconds=timeout)
 
     def store(purpose: str) -> Store:
         return PrefixStore(f"deepcompile/{name}/{generation}/{purpose}", group.get_group_store())
 
+    limit = datetime.timedelta(seconds=timeout)
+    on_host = _open_on_host(store, group, limit, agreements_alone=device.type != "cpu")
+    if device.type == "cpu" or group.size() == 1:
+        return Channels(*on_host, store("other"))
+    if _C.communicator_choice() == "c10d":
+        own = group._get_backend(device)
+        return Channels(own, own, on_host[2], store("other"))
+    cuda = require_cuda()
+
+    def open_one(purpose: str) -> _C.Channel:
+        return cuda.nccl_channel(store(f"nccl/{purpose}"), group.rank(), group.size(), device.index, timeout)
+
+    return Channels(open_one("gather"), open_one("reduce"), on_host[2], store("other"))
+
+
+def _open_on_host(
+    store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta, agreements_alone: bool
+) -> tuple[Channel, Channel, Channel]:
+    """With ``agreements_alone`` nothing large will travel here, and one channel is enough."""
+    own = group._get_backend(torch.device("cpu")) if _has_cpu_backend(group) else None
+    ours = own is None or isinstance(own, dist.ProcessGroupGloo) or own.name() == "shm"
+    if own is not None and not ours:
+        return own, own, own
     if _C.communicator_choice() == "auto":
-        shared = _open_shared(store, group, limit)
+        shared = _open_shared(store, group, limit, agreements_alone)
         if shared is not None:
             return shared
-    if not isinstance(own, dist.ProcessGroupGloo):
+    if own is not None and not isinstance(own, dist.ProcessGroupGloo):
         return own, own, own
 
     def open_one(purpose: str) -> Backend:
         return dist.ProcessGroupGloo(store(purpose), group.rank(), group.size(), timeout=limit)
 
-    return open_one("gather"), open_one("reduce"), open_one("control")
+    control = open_one("control")
+    return (control, control, control) if agreements_alone else (open_one("gather"), open_one("reduce"), control)
+
+
+def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    return any(device.type == "cpu" for device in group._device_types)
 
 
 def _open_shared(
-    store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta
+    store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta, agreements_alone: bool
 ) -> tuple[Channel, Channel, Channel] | None:
-    """None where the ranks do not share a host, on all of them alike."""
+    """None where the ranks do not share a host, or cannot share memory, on all of them alike; rank 0 says why."""
 
     def open_one(purpose: str, slot_bytes: int | None = None, like: _C.ShmGroup | None = None) -> _C.ShmGroup | str:
         return _C.open_shm_group(
@@ -83,13 +130,22 @@ def _open_shared(
             like=like,
         )
 
+    def no_memory(reason: str) -> None:
+        if group.rank() == 0:
+            _log.warning("the runtime communicates through the process group: %s", reason)
+
+    if agreements_alone:
+        control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES)
+        return no_memory(control) if isinstance(control, str) else (control, control, control)
     gather = open_one("gather")
     if isinstance(gather, str):
-        return None
+        return no_memory(gather)
     reduce = open_one("reduce", like=gather)
+    if isinstance(reduce, str):
+        return no_memory(reduce)
     control = open_one("control", slot_bytes=_CONTROL_SLOT_BYTES, like=gather)
-    if isinstance(reduce, str) or isinstance(control, str):
-        raise RuntimeError(f"ranks of group '{group.group_name}' shared a host a moment ago: {reduce}; {control}")
+    if isinstance(control, str):
+        return no_memory(control)
     return gather, reduce, control
 
 
@@ -101,4 +157,4 @@ def ranks_on_this_host(group: dist.ProcessGroup) -> int:
     return group.size()
 
 
-__all__ = ["open_channels", "ranks_on_this_host", "resolve_group"]
+__all__ = ["Channels", "default_device", "open_channels", "ranks_on_this_host", "resolve_group"]

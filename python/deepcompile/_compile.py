@@ -116,8 +116,8 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             graph.never_reuse_buffers.update(outputs)
         elif op is _ops.gather_shard.default and bound.get("keep"):
             graph.never_reuse_buffers.update(outputs)  # others may read the same memory
-        elif op in _COPIES:
-            # The copy reads its source after this call has returned.
+        elif op in _COPIES or bound.get("given"):
+            # It reads its source after this call has returned.
             graph.never_reuse_buffers.update(dependency.name for dependency in operation.get_read_writes().reads)
     return result
 

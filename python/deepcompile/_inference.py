@@ -9,9 +9,13 @@ import dataclasses
 import datetime
 import os
 import weakref
+from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from torch.distributed import distributed_c10d
 
 from deepcompile._load import _C
 
@@ -65,10 +69,12 @@ def connect(size: int, rank: int, timeout: datetime.timedelta, *, asked_for: boo
             )
         store = PrefixStore("deepcompile/inference", group.get_group_store())
         _C.set_inference_group(store, rank, size, timeout, group)
+        _C.set_inference_owner(group)
         _connection = _Connection(size, rank, weakref.ref(group), asked_for)
         weakref.finalize(group, _close_if, _connection)
         return
     _connect_alone(size, rank, timeout)
+    _C.set_inference_owner(None)
     _connection = _Connection(size, rank, None, asked_for)
 
 
@@ -110,11 +116,19 @@ def _close_if(connection: _Connection) -> None:
 def close() -> None:
     global _connection
     _connection = None
+    _C.clear_inference_owner()
     _C.reset_inference_group()
+
+
+def serve_otherwise(function: Callable[..., torch.Tensor]) -> None:
+    """``function`` gets the calls of ``inference_all_reduce`` that cannot be served directly: those of ranks that no longer
+    belong to the process group of now, which the native code must find without a call of Python's, among others.
+    """
+    _C.set_inference_fallback(function, distributed_c10d._world, "_default_pg")
 
 
 def connected() -> bool:
     return _connection is not None and _connection.current()
 
 
-__all__ = ["close", "connect", "connected", "initialize"]
+__all__ = ["close", "connect", "connected", "initialize", "serve_otherwise"]

@@ -27,6 +27,8 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
+    #: The shard is the whole parameter: it is read as it is.
+    whole: bool
     #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
     serial: int
 
@@ -55,6 +57,14 @@ def _property(read: _Read) -> property:
     attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
     dtype, keep = read.dtype, read.keep
 
+    def view(module: nn.Module) -> torch.Tensor:
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter.view(shape).to(dtype)
+
+    if read.whole:
+        return property(view)
+
     def gather(module: nn.Module) -> torch.Tensor:
         shard = module._parameters[attribute]
         guard = _NO_GUARD if torch.compiler.is_compiling() else _guard()
@@ -65,7 +75,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, 0)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False, 0)).fget
     assert getter is not None
     return getter
 
@@ -121,7 +131,13 @@ def install(sharding: Sharding) -> None:
         keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
             read = _Read(
-                attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep, sharding.serial
+                attribute,
+                sharding.graph_id,
+                tuple(sharded.full_shape),
+                sharded.read_dtype,
+                keep,
+                sharding.whole,
+                sharding.serial,
             )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
@@ -150,7 +166,7 @@ class _Slicer:
 def _install_leaf_hooks(sharding: Sharding) -> None:
     """A leaf module gathers all its parameters at entry, in one collective, on every rank alike."""
     wanted = set(sharding.config.zero_optimization.leaf_modules)
-    if not wanted:
+    if not wanted or sharding.whole:
         return
     by_parameter = sharding.by_parameter()
     for path, module in sharding.model.named_modules():

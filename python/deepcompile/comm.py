@@ -30,7 +30,6 @@ from torch.distributed import (
     is_available,
     is_initialized,
     isend,
-    monitored_barrier,
     new_group,
     recv,
     reduce,
@@ -41,6 +40,7 @@ from torch.distributed import (
 )
 
 from deepcompile import _inference
+from deepcompile._after_import import after_import
 from deepcompile._load import _C
 
 _log = logging.getLogger("deepcompile")
@@ -101,10 +101,12 @@ def _discover_mpi() -> None:
                     os.environ.setdefault(ours, os.environ[theirs])
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sums a CPU tensor over all ranks, in place, through shared memory where they share a host; returns the tensor. Another
-    ``op`` or ``group`` is served by torch.distributed.
-    """
+#: Native (src/bindings/inference_call.cpp): a short tensor is summed in less time than a call through torch.ops takes.
+inference_all_reduce = _C.inference_all_reduce
+
+
+def _by_operator(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The calls of inference_all_reduce that its native code leaves to the operator, or that the operator cannot serve."""
     whole = group is None or group is dist.group.WORLD
     if not whole or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
@@ -113,6 +115,31 @@ def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: dist.Proce
         _inference.connect(dist.get_world_size(), dist.get_rank(), dist.default_pg_timeout)
     torch.ops.deepspeed.inference_all_reduce_(tensor)
     return tensor
+
+
+def _traced(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """What torch.compile sees of a call of inference_all_reduce."""
+    if group is not None or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
+        all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
+        return tensor
+    return torch.ops.deepspeed.inference_all_reduce_(tensor)
+
+
+_inference.serve_otherwise(_by_operator)
+after_import("torch._dynamo", lambda _: torch.compiler.substitute_in_graph(inference_all_reduce)(_traced))
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """As torch.distributed's, and also for groups of the backend ``shm``, which torch.distributed does not know to have it."""
+    if dist.get_backend(group) != "shm":
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+        return
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    limit = timeout if timeout is not None else dist.default_pg_timeout
+    whole.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
 
 def uses_shared_memory() -> bool:

@@ -41,6 +41,8 @@ class ZeroConfig:
     reduce_bucket_size: int | None = None
     #: Elements up to which a ZeRO-3 parameter stays gathered from update to update.
     param_persistence_threshold: int = 0
+    #: At one rank gather and reduce all the same, as with several. Otherwise modules read what the rank has as it is.
+    gather_at_one_rank: bool = False
     #: Class or module names whose parameters every rank gathers at entry, whatever the routing.
     leaf_modules: list[str] = dataclasses.field(default_factory=list)
 

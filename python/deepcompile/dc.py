@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile import _channels, _compile_cache, _inference, _saved_tensors
+from deepcompile import _channels, _compile_cache, _cuda_parts, _inference, _saved_tensors
 from deepcompile._load import _C
 from deepcompile.runtime_config import make_config
 
@@ -25,7 +25,8 @@ _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 class Runtime:
     """One runtime per process group. ``config`` is a dict or an object with the attributes of
-    :class:`deepcompile.runtime_config.RuntimeConfig`; ``initial_reduce_bucket_size`` counts elements.
+    :class:`deepcompile.runtime_config.RuntimeConfig`; ``initial_reduce_bucket_size`` counts elements. Parameters live on
+    ``device``: unless given, the current GPU where the group can reach GPUs, else the CPU.
 
     Making one is a collective: every rank of ``process_group`` does it.
     """
@@ -35,6 +36,7 @@ class Runtime:
         process_group: dist.ProcessGroup | None = None,
         config: Mapping[str, Any] | object | None = None,
         initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
+        device: torch.device | str | None = None,
     ) -> None:
         native_config = make_config(config)
         if isinstance(initial_reduce_bucket_size, bool) or not isinstance(initial_reduce_bucket_size, int):
@@ -46,11 +48,22 @@ class Runtime:
                 f"initial_reduce_bucket_size is {initial_reduce_bucket_size} elements; it must be at least 1"
             )
         group = _channels.resolve_group(process_group)
-        channels = _channels.open_channels(group, native_config.timeout)
+        self.device = _checked_device(group, device)
+        channels = _channels.open_channels(group, native_config.timeout, self.device)
         self._native = _C.Runtime(
-            group, native_config, initial_reduce_bucket_size, *channels, _channels.ranks_on_this_host(group)
+            group,
+            native_config,
+            initial_reduce_bucket_size,
+            channels.gather,
+            channels.reduce,
+            channels.control,
+            local_ranks=_channels.ranks_on_this_host(group),
+            device=self.device,
+            store=channels.store,
         )
         self._shapes = _compile_cache.RegisteredShapes()
+        #: False after :meth:`cleanup`.
+        self.is_open = True
         _open_runtimes.add(self)
 
     def register_param(
@@ -102,6 +115,12 @@ class Runtime:
         """
         self._native.register_graph_z3(graph_id, list(ds_ids), reduce_at_update=reduce_at_update)
         self._shapes.publish()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for a shard: where gathers move it with the fewest copies (over shared memory, in the heap
+        that the ranks share). Shards that lie elsewhere travel as well.
+        """
+        return self._native.empty(list(shape), dtype)
 
     def set_persistent(self, ds_id: int) -> None:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
@@ -159,6 +178,10 @@ class Runtime:
     def clear_all_gathered_params(self) -> None:
         self._native.clear_all_gathered_params()
 
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        """Sums ``tensor``, in place, over the ranks; on a device without stopping the host. Every rank calls it."""
+        self._native.sum_over_ranks(tensor)
+
     def record_timeline(self, on: bool) -> None:
         """While on, :meth:`take_timeline` tells what happened when."""
         self._native.record_timeline(on)
@@ -177,8 +200,20 @@ class Runtime:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()
         self._native.close()
+        self.is_open = False
         self._shapes.withdraw()
         _open_runtimes.discard(self)
+
+
+def _checked_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    chosen = _channels.default_device(group) if device is None else torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {chosen}; parameters can live on cpu and cuda")
+    if chosen.type == "cuda":
+        _cuda_parts.require_cuda()
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 _default: Runtime | None = None
@@ -188,6 +223,7 @@ def init(
     process_group: dist.ProcessGroup | None = None,
     config: Mapping[str, Any] | object | None = None,
     initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
+    device: torch.device | str | None = None,
 ) -> Runtime:
     """Makes the default runtime, on ``process_group`` or the default group. Every rank of the group calls it."""
     global _default
@@ -196,7 +232,7 @@ def init(
             "dc.init: the default runtime exists already; call dc.cleanup() first, or make a second runtime on another "
             "process group with dc.Runtime(process_group, config, initial_reduce_bucket_size)"
         )
-    runtime = Runtime(process_group, config, initial_reduce_bucket_size)
+    runtime = Runtime(process_group, config, initial_reduce_bucket_size, device)
     _C.set_default_runtime(runtime._native)
     _default = runtime
     return runtime

@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepcompile._shard_aware_torch import total_norm_over_shards
+from deepcompile.clipping import Clipping
 from deepcompile.config import Config
 from deepcompile.drift import Drift
 from deepcompile.engine_surface import EngineSurface
@@ -40,8 +41,7 @@ class Engine(EngineSurface):
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0
         self.skipped_steps = 0
-        #: The global norm of the gradients at the last step, before clipping; None before the first.
-        self.grad_norm: float | None = None
+        self._clipping = Clipping(self.sharding, config.gradient_clipping)
         #: Backwards so far, and since the last optimizer step.
         self.micro_steps = 0
         self._micro_steps = 0
@@ -136,10 +136,14 @@ class Engine(EngineSurface):
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
         self.drift.start()
-        taken = self._clip()
+        started = time.monotonic_ns()
+        if self._clipping.heard():
+            self._skip("the step before the last")
+        taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
             self.optimizer.step()
+            self._clipping.done(self.optimizer)
             self.steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -147,6 +151,7 @@ class Engine(EngineSurface):
             self._skip()
         self.zero_grad()
         self.drift.stop()
+        self.profile.end_update(started)
         self._end_step()
         return taken
 
@@ -178,24 +183,15 @@ class Engine(EngineSurface):
         if self.profile.done and not self.profile.why_not and self.drift.noticed():
             self.profile.again()
 
-    def _clip(self) -> bool:
-        """Undoes the loss scale and clips. False, on all ranks alike, when the gradients are not finite."""
-        gradients = [s.param.grad for s in self.sharding.params if s.param.grad is not None]
-        scale = self.loss_scale.value
-        norm = total_norm_over_shards(gradients, 2.0, self.sharding.group).item() / scale
-        self.grad_norm = norm
-        if norm != norm or norm == float("inf"):
-            return False
-        factor = 1 / scale
-        limit = self.config.gradient_clipping
-        if limit > 0:
-            factor *= min(1.0, limit / (norm + 1e-6))
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        return True
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the gradients at the last step, before clipping; None before the first."""
+        return self._clipping.norm
 
-    def _skip(self) -> None:
+    def _skip(self, late: str = "") -> None:
         self.skipped_steps += 1
+        if late:
+            self.steps -= 1  # it was counted before its gradients were known
         if self._said_skip:
             return
         self._said_skip = True
@@ -206,7 +202,7 @@ class Engine(EngineSurface):
             "counts them",
             self.sharding.rank,
             self.steps + self.skipped_steps,
-            where,
+            where if not late else f" ({late})",
             f" and the loss scale is now {self.loss_scale.value:g}" if self.loss_scale.dynamic else "",
         )
 

@@ -28,7 +28,11 @@ class EngineSurface:
     sharding: Sharding
     steps: int
     skipped_steps: int
-    grad_norm: float | None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the gradients at the last step, before clipping; None before the first."""
+        raise NotImplementedError
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
-from deepcompile import _channels
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
 from deepcompile.segments import Segments, cut, structure_hash
@@ -30,12 +32,23 @@ from deepcompile.whole_step import Inputs, plan_whole_step
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
-#: A machine before anything is measured: ranks of one host over sockets.
+#: What collectives cost between the ranks of one host before anything is measured.
+_SOCKETS = "inside latency=100us bandwidth=1GB"
+_SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
+#: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
+_BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
 #: The runtime does not offload yet, so that is made too slow to pay.
-_UNMEASURED = (
-    "machine this like 2xcpu\ninside latency=100us bandwidth=1GB\nslowdown 200\n"
-    "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
-)
+_NO_OFFLOAD = "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
+
+
+def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
+    text = "machine this like 8xh200\n"
+    if sharding.runtime.device.type == "cpu":
+        slowdown = _INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE
+        link = _SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS
+        text = f"machine this like 2xcpu\n{link}\nslowdown {slowdown}\n"
+    return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
+
 
 #: How a rank says that it has no plan; the reason follows.
 _NO_PLAN = "no plan: "
@@ -51,6 +64,7 @@ class Step:
     plan: StepPlan | None = None
     why_not: str = ""  # why there is no plan
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
     ran_in: int = 0  # number of the engine's step in which its forward ran last
     #: Compiles one phase anew with another plan.
@@ -69,14 +83,10 @@ class StepPlanner:
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
         self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
-        self.machine = planner.Machine(f"{_UNMEASURED}devices {max(1, sharding.world)}\n")
+        self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()
-
-    def _agree_on_budget(self) -> int:
-        own = self._config.memory_budget or available_memory() // _channels.ranks_on_this_host(self._sharding.group)
-        return min(int(text) for text in self._agreement.exchange(str(own), "is about to plan"))
 
     def learn_facts(self) -> None:
         """What each parameter holds besides what graphs show; again when others are trained."""
@@ -89,6 +99,14 @@ class StepPlanner:
             )
             for sharded in self._sharding.params
         }
+
+    def _agree_on_budget(self) -> int:
+        """What each rank may use: of the memory that it shares with others, its part."""
+        device = self._sharding.runtime.device
+        free = available_memory(device)
+        said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
+        sharing = Counter(name for _, name in said)
+        return self._config.memory_budget or min(int(bytes_) // sharing[name] for bytes_, name in said)
 
     def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
@@ -125,6 +143,7 @@ class StepPlanner:
             self._sharding.world,
             step.seconds,
             step.saved,
+            step.update_seconds,
             self.machine,
             self.budget,
             self._config.compile.strategy,
@@ -179,11 +198,13 @@ class StepPlanner:
         held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
         return 2 * (everything + held) <= self.budget
 
-    def replan(self, step: Step, seconds: dict[str, list[float]], machine: planner.Machine) -> bool:
+    def replan(
+        self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
+    ) -> bool:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
-        step.seconds = seconds
+        step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
         self._agree(step, f"{step.name} measured", "planned from measurements")
         if step.plan is None:
@@ -210,8 +231,18 @@ class StepPlanner:
         return statistics.median(float(text) for text in self._agreement.exchange(repr(value), what))
 
 
-def available_memory() -> int:
-    """Bytes that could be used on this host, now."""
+def memory_name(device: torch.device) -> str:
+    """The same for ranks that share one memory."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return platform.node() or "host"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that could be used on the device (the host for CPU), now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from deepcompile import plan as planner
@@ -47,6 +48,7 @@ class Profile:
         self._seen = 0
         self._current: Iteration | None = None
         self._finished: list[Iteration] = []
+        self._updates: list[int] = []  # nanoseconds
         self.done = iterations == 0
         self.why_not = "" if iterations else "profile_steps is 0"
 
@@ -54,23 +56,29 @@ class Profile:
     def _recording(self) -> bool:
         return not self.done and self._seen > 0  # in the first iteration compilers run
 
+    def _now(self) -> int:
+        """When the device has done what it was given, which in a measured iteration may take its time."""
+        if self._sharding.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._sharding.runtime.device)
+        return time.monotonic_ns()
+
     def start_forward(self) -> None:
         if self._recording:
             self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(True)
-            self._current = Iteration(time.monotonic_ns())
+            self._current = Iteration(self._now())
 
     def end_forward(self) -> None:
         if self._current is not None:
-            self._current.forward_end = time.monotonic_ns()
+            self._current.forward_end = self._now()
 
     def start_backward(self) -> None:
         if self._current is not None:
-            self._current.backward_start = time.monotonic_ns()
+            self._current.backward_start = self._now()
 
     def end_backward(self) -> None:
         if self._current is not None:
-            self._current.backward_end = time.monotonic_ns()
+            self._current.backward_end = self._now()
             self._current.spans = self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(False)
             self._finished.append(self._current)
@@ -82,6 +90,12 @@ class Profile:
         """Measures anew. The first iteration is left out as ever."""
         self.done, self._seen = False, 0
         self._finished.clear()
+        self._updates.clear()
+
+    def end_update(self, started: int) -> None:
+        """An optimizer step that began at ``started`` has ended."""
+        if self._finished and not self.done:  # the first one makes the optimizer's state
+            self._updates.append(time.monotonic_ns() - started)
 
     def ready(self) -> bool:
         """True once, on all ranks in the same iteration."""
@@ -114,37 +128,57 @@ class Profile:
             _fastest(one["gathers"] for one in everybody),
             _fastest(one["reductions"] for one in everybody),
         )
-        return self._sharding.planner.replan(step, seconds, machine)
+        update_seconds = statistics.median(one["update"] for one in everybody)
+        return self._sharding.planner.replan(step, seconds, update_seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
         assert step.plan is not None
         names = {sharded.id: sharded.name for sharded in self._sharding.params}
+        inline = self._sharding.collectives_stop_compute
         samples: dict[str, list[list[float]]] = {FORWARD: [], BACKWARD: []}
         for iteration in self._finished:
             for phase, begin, end in (
                 (FORWARD, iteration.forward_start, iteration.forward_end),
                 (BACKWARD, iteration.backward_start, iteration.backward_end),
             ):
-                takes = [s for s in iteration.spans if s[0] == "take" and begin <= s[3] <= end]
+                spans = [s for s in iteration.spans if begin <= s[3] <= end]
                 found = segment_seconds(
-                    step.plan.graphs[phase], [(names[s[1]], s[3], s[4]) for s in takes], begin, end, step.seconds[phase]
+                    step.plan.graphs[phase],
+                    [(names[s[1]], s[3], s[4]) for s in spans if s[0] == "take"],
+                    begin,
+                    end,
+                    step.seconds[phase],
+                    [(s[3], s[4]) for s in spans if inline and s[0] in ("gather", "reduce")],
                 )
                 if found is None:
                     return None
                 samples[phase].append(found)
         if not self._finished:
             return None
-        seconds = {phase: [min(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()}
+        seconds = {
+            phase: [statistics.median(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()
+        }
         spans = [span for iteration in self._finished for span in iteration.spans]
-        return {"seconds": seconds, "gathers": _by_size(spans, "gather"), "reductions": _by_size(spans, "reduce")}
+        return {
+            "seconds": seconds,
+            "update": statistics.median(self._updates) * 1e-9 if self._updates else 1e-6,
+            "gathers": _by_size(spans, "gather"),
+            "reductions": _by_size(spans, "reduce"),
+        }
 
 
 def segment_seconds(
-    graph_plan: GraphPlan, takes: list[tuple[str, int, int]], begin: int, end: int, estimates: list[float]
+    graph_plan: GraphPlan,
+    takes: list[tuple[str, int, int]],
+    begin: int,
+    end: int,
+    estimates: list[float],
+    collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
     """The time of each segment, without its waits: from the last parameter it waited for to the first that the next one
-    asked for. Where a segment waits for nothing, it shares a measurement with the one before, by estimate. None when the
-    takes (name, start, end) are not those of the plan.
+    asked for, less the ``collectives`` (start, end) that ran on the same thread meanwhile. Where a segment waits for
+    nothing, it shares a measurement with the one before, by estimate. None when the takes (name, start, end) are not those
+    of the plan.
     """
     takes = sorted(takes, key=lambda take: take[1])
     if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
@@ -160,7 +194,9 @@ def segment_seconds(
     for index in range(len(estimates) + 1):
         if index == len(estimates) or index in firsts:
             if group:
-                span = max(0, (end if index == len(estimates) else firsts[index]) - group_begin) * 1e-9
+                group_end = end if index == len(estimates) else firsts[index]
+                inside = sum(max(0, min(stop, group_end) - max(start, group_begin)) for start, stop in collectives)
+                span = max(0, group_end - group_begin - inside) * 1e-9
                 total = sum(estimates[i] for i in group) or 1.0
                 for i in group:
                     share = estimates[i] / total if any(estimates[j] for j in group) else 1 / len(group)

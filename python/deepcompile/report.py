@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from deepcompile.step_plan import BACKWARD, FORWARD
-from deepcompile.whole_step import MOST_MICRO_BATCHES
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
@@ -80,9 +79,9 @@ def explain(engine: Engine) -> Explanation:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
         waited = f"{_seconds(statistics.median(times.waited))} a step"
-        if stats["cpu_stream"] == "inline":
-            waited = "not told apart: collectives run on the caller's thread"
-        rows.append(("waited for collectives", waited))
+        if sharding.collectives_stop_compute:
+            waited += ", all of them: they run on the caller's thread"
+        rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
     rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))
@@ -124,14 +123,12 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if not step.measured and engine.profile.done and engine.profile.why_not:
         rows.append(("not measured", engine.profile.why_not))
     bound = planned.lower_bound_ns
-    micro_batches = min(engine.gradient_accumulation_steps(), MOST_MICRO_BATCHES)
+    micro_batches = step.plan.micro_batches
     of = f" for {micro_batches} micro-batches" if micro_batches > 1 else ""
     rows.append(
         ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}{of}; no plan takes less than {_seconds(bound * 1e-9)}")
     )
-    exposed = planned.exposed_ns
-    hidden = sum(value for name, value in exposed.items() if name != "compute")
-    rows.append(("predicted exposed", _seconds(hidden * 1e-9)))
+    rows.append(("predicted exposed", _seconds(_predicted_exposed(step))))
     peak = max(planned.peak_bytes, step.plan.micro.peak_bytes)
     rows.append(("predicted peak", f"{_bytes(peak)} of {_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
@@ -152,17 +149,24 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     return rows
 
 
+def _predicted_exposed(step: Step) -> float:
+    """What the step takes beyond its compute, in seconds. Where a collective stops compute, the planner counts it there."""
+    assert step.plan is not None
+    micro_batch = sum(sum(seconds) for seconds in step.seconds.values())
+    compute = micro_batch * step.plan.micro_batches + step.update_seconds
+    return max(0.0, step.plan.planned.step_ns * 1e-9 - compute)
+
+
 def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     step = sharding.planner.training_step()
     if step is None or step.plan is None or why_not:
         return f"deepcompile: not planned from measurements: {why_not}"
     planned = step.plan.planned
     kept = sum(take.keep for take in step.plan.graphs[FORWARD].takes)
-    exposed = sum(value for name, value in planned.exposed_ns.items() if name != "compute")
     return (
         f"deepcompile: ZeRO-{sharding.config.stage} on {sharding.world} ranks, plan '{planned.strategy}' from measurements"
         f"{'' if changed else ' (the same as from estimates)'}: step {_seconds(planned.step_ns * 1e-9)}, "
-        f"{_seconds(exposed * 1e-9)} of communication exposed, {kept} parameters kept to the backward, peak "
+        f"{_seconds(_predicted_exposed(step))} of communication exposed, {kept} parameters kept to the backward, peak "
         f"{_bytes(planned.peak_bytes)}"
     )
 

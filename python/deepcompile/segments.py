@@ -88,6 +88,28 @@ def mark_params(graphs: Iterable[fx.GraphModule], names: dict[str, str]) -> None
                 node.meta["deepcompile_param"] = names.get(shard.name, shard.name)
 
 
+def give_gradients(module: fx.GraphModule) -> None:
+    """Tells each reduction whose gradient nothing else in the graph reads that it may keep it instead of a copy."""
+    for node in module.graph.nodes:
+        if node.target is REDUCE and _is_only_read_by(node.args[0], node):
+            node.args = (*node.args[:3], True)
+
+
+def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
+    """Whether ``value`` and all that it is a view of were made in this graph and have no other reader."""
+    while isinstance(value, fx.Node) and value.op == "call_function" and set(value.users) == {reader}:
+        source = value.args[0] if value.target is operator.getitem else value
+        if not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload):
+            return False
+        is_view = source.target._opname == "_unsafe_view" or any(
+            out.alias_info for out in source.target._schema.returns
+        )
+        if not is_view:
+            return True
+        value, reader = (source, value) if source is not value else (value.args[0], value)
+    return False
+
+
 def has_gathers(module: fx.GraphModule) -> bool:
     return any(node.target in (GATHER, REDUCE) for node in module.graph.nodes)
 

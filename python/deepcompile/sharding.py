@@ -69,7 +69,10 @@ class Sharding:
             group,
             {"timeout": config.timeout, "pre_div_reduce": config.prescale_gradients, "debug": config.debug},
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
+            device=_device_of(model),
         )
+        #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
+        self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
         self._trained: list[bool] = []  # what the runtime has gradient buffers for
@@ -92,6 +95,11 @@ class Sharding:
             self._planner = StepPlanner(self)
         return self._planner
 
+    @property
+    def collectives_stop_compute(self) -> bool:
+        """True where they run on the thread of the caller."""
+        return self.runtime.device.type == "cpu" and self.runtime.stats()["cpu_stream"] == "inline"
+
     def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
         return {sharded.param: sharded for sharded in self.params}
 
@@ -102,7 +110,7 @@ class Sharding:
                 sharded.id,
                 sharded.full_shape,
                 sharded.param,
-                _gradient_buffer(sharded.param) if sharded.param.requires_grad else None,
+                self._gradient_buffer(sharded.param),
                 sharded.persistent,
                 name=sharded.name,
                 reduce_dtype=self.config.reduce_dtype,
@@ -110,6 +118,16 @@ class Sharding:
         self._trained = [sharded.param.requires_grad for sharded in self.params]
         ids = [sharded.id for sharded in self.params]
         self.runtime.register_graph_z3(self.graph_id, ids, reduce_at_update=self.config.stage == 1)
+
+    def _gradient_buffer(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Where the gradient of this rank's part goes; None for a frozen parameter. Sums over several backwards are in 32
+        bits; a single gradient needs no more than PyTorch gives it.
+        """
+        if not param.requires_grad or self.whole:
+            return None
+        several = (self.config.gradient_accumulation_steps or 1) > 1
+        dtype = torch.float32 if param.dtype in _HALF and several else param.dtype
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
     def update_trainable(self) -> list[str]:
         """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The
@@ -123,8 +141,10 @@ class Sharding:
             param = sharded.param
             if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"parameter '{sharded.name}' of dtype {param.dtype} requires a gradient")
-            buffer = _gradient_buffer(param) if param.requires_grad else None
-            self.runtime.set_grad_buffer(sharded.id, buffer, reduce_dtype=self.config.reduce_dtype)
+            if not self.whole:
+                self.runtime.set_grad_buffer(
+                    sharded.id, self._gradient_buffer(param), reduce_dtype=self.config.reduce_dtype
+                )
             param.grad = None
         self._trained = wanted
         if self._planner is not None:
@@ -155,8 +175,16 @@ class Sharding:
         self.runtime.cleanup()
 
 
-def _gradient_buffer(param: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(param, dtype=torch.float32 if param.dtype in _HALF else param.dtype, requires_grad=False)
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model lives, or is going to be made."""
+    devices = {param.device for param in model.parameters()}
+    there = sorted(devices - {torch.device("meta")}, key=str)
+    if len(there) > 1:
+        raise ValueError(
+            f"the parameters of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device "
+            "before it is sharded: each rank trains on one"
+        )
+    return there[0] if there else torch.get_default_device()
 
 
 def _bucket_size(model: nn.Module) -> int:
@@ -199,7 +227,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def open_shardings() -> Iterator[Sharding]:
-    return iter(set(_shardings.values()))
+    return iter({sharding for sharding in _shardings.values() if sharding.runtime.is_open})
 
 
 def shard(
@@ -237,7 +265,7 @@ def shard(
             sharding.params.append(sharded)
     for buffer in model.buffers():
         if buffer.numel() > 0:
-            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+            _broadcast(buffer, group)
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
@@ -310,10 +338,10 @@ def _leaf_parameters(model: nn.Module, wanted: list[str]) -> set[nn.Parameter]:
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(f"parameter '{name}' is lazy and has no shape yet: run the model once before it is sharded")
-    if param.device.type not in ("cpu", "meta") or param.layout != torch.strided:
+    if param.device.type not in ("cpu", "cuda", "meta") or param.layout != torch.strided:
         raise ValueError(
-            f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; this build shards strided CPU "
-            "parameters"
+            f"parameter '{name}' is on device '{param.device}' in layout {param.layout}; strided parameters on cpu and cuda "
+            "can be sharded"
         )
     if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
         raise ValueError(f"parameter '{name}' is a {type(param.data).__name__}; shard a model of plain tensors")
@@ -323,13 +351,43 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
     """A parameter without data becomes one with this rank's part."""
-    if sharded.read_dtype == sharding.config.compute_dtype:
-        own = own.float()
+    own = _where_it_travels(sharded, own, sharding)
     param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
         module._parameters[attribute] = param
     return dataclasses.replace(sharded, param=param)
+
+
+def _where_it_travels(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """The shard in memory from which gathers are fastest; as the fp32 master copy where gathers cast."""
+    dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
+    return sharding.runtime.empty(own.shape, dtype).copy_(own)
+
+
+def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return any(reached.type == device.type for reached in group._device_types)
+
+
+def _scatter(own: torch.Tensor, parts: list[torch.Tensor] | None, group: dist.ProcessGroup) -> None:
+    """Through the host where the group does not reach the device."""
+    source = dist.get_global_rank(group, 0)
+    if _reaches(group, own.device):
+        dist.scatter(own, parts, src=source, group=group)
+        return
+    received = own.cpu()
+    dist.scatter(received, [part.cpu() for part in parts] if parts else None, src=source, group=group)
+    own.copy_(received)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    if _reaches(group, tensor.device):
+        dist.broadcast(tensor, source, group=group)
+        return
+    on_host = tensor.cpu()
+    dist.broadcast(on_host, source, group=group)
+    tensor.copy_(on_host)
 
 
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
@@ -339,11 +397,9 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     parts = None
     if sharding.rank == 0:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
-    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype)
-    dist.scatter(own, parts, src=dist.get_global_rank(group, 0), group=group)
-    if sharded.read_dtype == sharding.config.compute_dtype:
-        own = own.float()  # the master copy, from which gathers cast
-    param.data = own
+    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
+    _scatter(own, parts, group)
+    param.data = _where_it_travels(sharded, own, sharding)
     param.grad = None
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
 

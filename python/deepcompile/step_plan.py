@@ -57,6 +57,7 @@ class StepPlan:
     #: Of one micro-batch, beside which what is kept from one to the next stays: what the graphs do. The same as
     #: ``planned`` where there is no accumulation.
     micro: planner.Plan
+    micro_batches: int = 1  # of ``planned``
     #: Gathered once in a step and kept for all its micro-batches.
     kept: frozenset[str] = frozenset()
     #: Gradients that are reduced together, in the order of the reductions.
@@ -78,12 +79,14 @@ def step_graph_text(
     world: int,
     seconds: Mapping[str, list[float]],
     saved: list[tuple[str, int, int, int]],
+    update_seconds: float = 1e-6,
     *,
     micro_batches: int = 1,
     kept: Iterable[str] = (),
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
-    it, backward segment that reads it last); ``kept``: parameters that stay gathered all the time.
+    it, backward segment that reads it last); ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
+    all the time.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
@@ -113,7 +116,7 @@ def step_graph_text(
     if BACKWARD in graphs:
         updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
         if updated:
-            lines.append(f"node update optimizer time=1us updates={','.join(updated)}")
+            lines.append(f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}")
     return "\n".join(lines) + "\n"
 
 
@@ -196,7 +199,7 @@ def step_plan(
         together = _taken_together(takes[phase], own)
         result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
     reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
-    return StepPlan(result, planned, text, planned, kept, reductions)
+    return StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:

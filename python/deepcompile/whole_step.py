@@ -31,6 +31,7 @@ class Inputs:
     world: int
     seconds: Mapping[str, list[float]]  # of each segment, by phase
     saved: list[tuple[str, int, int, int]]
+    update_seconds: float  # of the optimizer
     machine: planner.Machine
     budget: int
     strategy: str
@@ -43,6 +44,7 @@ class Inputs:
             self.world,
             self.seconds,
             self.saved,
+            self.update_seconds,
             micro_batches=micro_batches,
             kept=kept,
         )
@@ -73,7 +75,7 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
                 raise
             by_size = by_size[: len(by_size) // 2]
     found = step_plan(text, micro, inputs.graphs, inputs.facts, frozenset(by_size))
-    return dataclasses.replace(found, planned=planned)
+    return dataclasses.replace(found, planned=planned, micro_batches=count)
 
 
 def _bytes(graphs: Mapping[str, Segments], param: str) -> int:
@@ -93,4 +95,4 @@ def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments
     return {param for param in used if gathers.get(param, 0) <= 1}
 
 
-__all__ = ["MOST_MICRO_BATCHES", "Inputs", "NeedsOffload", "kept_over_micro_batches", "plan_whole_step"]
+__all__ = ["Inputs", "NeedsOffload", "kept_over_micro_batches", "plan_whole_step"]

@@ -45,6 +45,7 @@ Environment Environment::read() {
   readNumber("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes, "bytes");
   readNumber("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes, "bytes");
   readNumber("DEEPCOMPILE_STREAM_DELAY_US", environment.stream_delay_us, "microseconds");
+  readChoice("DEEPCOMPILE_MALLOC", environment.malloc, {"tuned", "unchanged"});
   return environment;
 }
 

@@ -27,6 +27,9 @@ struct Environment {
   // an ordering that is missing (docs/cuda.md). 0: never.
   std::int64_t stream_delay_us = 0;
 
+  // DEEPCOMPILE_MALLOC = tuned | unchanged. Whether glibc's malloc keeps what a training step frees (docs/runtime.md).
+  std::string malloc = "tuned";
+
   // Reads the process's environment. A value that is not listed above is an error that names the variable.
   static Environment read();
 };

@@ -11,6 +11,8 @@
 
 #include "deepcompile/bindings/bindings.h"
 #include "deepcompile/comm/c10d_communicator.h"
+#include "deepcompile/comm/channel.h"
+#include "deepcompile/comm/roll_call.h"
 #include "deepcompile/comm/shm_communicator.h"
 
 namespace dc {
@@ -20,18 +22,24 @@ namespace py = pybind11;
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-using Channel = std::variant<std::shared_ptr<shm::Group>, BackendPtr>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using AnyChannel = std::variant<std::shared_ptr<shm::Group>, std::shared_ptr<Channel>, BackendPtr>;
 
-std::shared_ptr<Communicator> communicatorOf(const Channel& channel, const std::shared_ptr<Traffic>& traffic) {
-  const auto* shared = std::get_if<std::shared_ptr<shm::Group>>(&channel);
-  return shared != nullptr ? makeShmCommunicator(*shared, traffic)
-                           : makeC10dCommunicator(std::get<BackendPtr>(channel), traffic);
+std::shared_ptr<Communicator> communicatorOf(const AnyChannel& channel, const std::shared_ptr<Traffic>& traffic) {
+  if (const auto* shared = std::get_if<std::shared_ptr<shm::Group>>(&channel)) {
+    return makeShmCommunicator(*shared, traffic);
+  }
+  if (const auto* opened_here = std::get_if<std::shared_ptr<Channel>>(&channel)) {
+    return (*opened_here)->open(traffic);
+  }
+  return makeC10dCommunicator(std::get<BackendPtr>(channel), traffic);
 }
 
 // Channels are the same object where one has to serve several purposes.
 std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config, std::int64_t bucket_size,
-                                     const Channel& gather, const Channel& reduce, const Channel& control,
-                                     int local_ranks) {
+                                     const AnyChannel& gather, const AnyChannel& reduce, const AnyChannel& control,
+                                     int local_ranks, at::Device device, const StorePtr& store) {
+  const py::gil_scoped_release others_may_run;  // opening a channel waits for other ranks
   auto context = std::make_shared<Context>(config, group->getRank(), group->getSize());
   Channels channels;
   channels.gather = communicatorOf(gather, context->traffic);
@@ -39,7 +47,8 @@ std::shared_ptr<Runtime> makeRuntime(const GroupPtr& group, const Config& config
   channels.control = gather == control ? channels.gather : communicatorOf(control, context->traffic);
   // Destroying a process group joins its threads, and those may need the interpreter to let go of what they captured:
   // so the runtime is destroyed without it, wherever the last reference goes.
-  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks),
+  return std::shared_ptr<Runtime>(new Runtime(group, std::move(context), std::move(channels), bucket_size, local_ranks,
+                                              device, makeRollCall(store, group->getRank(), group->getSize())),
                                   [](Runtime* runtime) {
                                     if (PyGILState_Check() != 0) {
                                       const py::gil_scoped_release no_gil;
@@ -69,6 +78,7 @@ py::dict statsOf(Runtime& runtime) {
   all["rank"] = runtime.context().rank;
   all["world_size"] = runtime.context().size;
   all["shared_memory"] = runtime.channels().gather->spins();
+  all["device"] = runtime.device().str();
   all["cpu_stream"] = runtime.streamMode() == CpuStreamMode::Worker ? "worker" : "inline";
   all["parameters"] = runtime.parameterCount();
   all["collectives"] = calls;
@@ -87,6 +97,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gradients_reduced"] = stats.gradients_reduced.load();
   all["gradients_missing"] = stats.gradients_missing.load();
   all["gradients_parked"] = stats.gradients_parked.load();
+  all["gradients_in_place"] = stats.gradients_in_place.load();
   all["buckets_flushed"] = stats.buckets_flushed.load();
   all["activations_freed"] = stats.activations_freed.load();
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
@@ -118,9 +129,11 @@ void bindRuntime(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bindConfig(module);
 
+  py::class_<Channel, std::shared_ptr<Channel>>(module, "Channel");
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(py::init(&makeRuntime), py::arg("process_group"), py::arg("config"), py::arg("initial_reduce_bucket_size"),
-           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"))
+           py::arg("gather"), py::arg("reduce"), py::arg("control"), py::arg("local_ranks"), py::arg("device"),
+           py::arg("store"))
       .def(
           "register_param",
           [](Runtime& runtime, std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
@@ -146,6 +159,12 @@ void bindRuntime(py::module_& module) {
       .def("register_graph_z2", &Runtime::registerGraphZ2, py::arg("graph_id"), py::arg("ds_ids"), NoGil())
       .def("register_graph_z3", &Runtime::registerGraphZ3, py::arg("graph_id"), py::arg("ds_ids"), py::kw_only(),
            py::arg("reduce_at_update") = false, NoGil())
+      .def(
+          "empty",
+          [](Runtime& runtime, const std::vector<std::int64_t>& sizes, at::ScalarType dtype) {
+            return runtime.channels().gather->empty(sizes, at::TensorOptions().dtype(dtype).device(runtime.device()));
+          },
+          py::arg("sizes"), py::arg("dtype"), NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
       .def(
           "set_grad_buffer",
@@ -163,6 +182,7 @@ void bindRuntime(py::module_& module) {
       .def("reset", &Runtime::reset, NoGil())
       .def("invalidate_gathered_param", &Runtime::invalidateGatheredParam, py::arg("ds_id"), NoGil())
       .def("clear_all_gathered_params", &Runtime::clearAllGatheredParams, NoGil())
+      .def("sum_over_ranks", &Runtime::sumOverRanks, py::arg("tensor"), NoGil())
       .def("close", &Runtime::close, NoGil())
       .def(
           "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"))

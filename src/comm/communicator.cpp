@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/Functions.h>
+
 #include "deepcompile/base/error.h"
 
 namespace dc {
@@ -12,6 +14,10 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<Traffic> traffic)
     : rank_(rank), size_(size), traffic_(std::move(traffic)) {
   check(size >= 1 && rank >= 0 && rank < size,
         [&] { return concat("communicator: rank ", rank, " of ", size, " does not exist"); });
+}
+
+at::Tensor Communicator::empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
 }
 
 void Communicator::allGather(std::span<const GatherPart> parts) {

@@ -74,6 +74,14 @@ class Communicator {
   // True when a rank that waits for others keeps its core busy; false when it sleeps in the kernel.
   virtual bool spins() const { return false; }
 
+  // Uninitialised, contiguous memory for a tensor that travels: where this communicator moves it with the fewest
+  // copies. Tensors from elsewhere travel as well. Where such memory has run out it is ordinary memory, which is said
+  // once.
+  virtual at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+  // True when many separate tensors are reduced as fast as the same elements in one piece, so that nothing is gained by
+  // packing them first.
+  virtual bool takesSeparateTensors() const { return false; }
+
   // True when the shard of a gather may lie in its own place of the result.
   virtual bool gathersInPlace() const { return false; }
 

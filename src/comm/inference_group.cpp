@@ -44,12 +44,25 @@ InferenceGroup::InferenceGroup(c10::intrusive_ptr<c10d::Store> store, int rank, 
   memory_ = shm::Group::open(rendezvous, rank, size, options, apart_);
   check(memory_ != nullptr || process_group != nullptr, [&] {
     return concat("dc.initialize: ", apart_,
-                  ", and there is no process group to serve ranks on several hosts: call init_distributed or "
+                  ", and there is no process group to serve ranks that share no memory: call init_distributed or "
                   "torch.distributed.init_process_group first");
   });
 }
 
 InferenceGroup::~InferenceGroup() = default;
+
+bool InferenceGroup::allReduceInPlace(const at::Tensor& plain) {
+  const auto dtype = engineType(plain.scalar_type());
+  if (!memory_ || !dtype) {
+    return false;
+  }
+  void* data = plain.mutable_data_ptr();
+  shm::allReduce(*memory_, data, data, plain.numel(), *dtype, shm::ReduceOp::Sum);
+  if (!plain.is_inference()) {
+    plain.unsafeGetTensorImpl()->bump_version();
+  }
+  return true;
+}
 
 void InferenceGroup::allReduce(const at::Tensor& from, const at::Tensor& to) {
   const auto dtype = engineType(from.scalar_type());

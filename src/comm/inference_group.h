@@ -16,7 +16,7 @@ namespace dc {
 class InferenceGroup {
  public:
   // Collective over the store. `process_group` may be null; it serves what shared memory cannot, and is not kept alive.
-  // Throws where neither can serve: the ranks do not share a host and there is no process group.
+  // Throws where neither can serve: the ranks do not share memory and there is no process group.
   InferenceGroup(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
                  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);
 
@@ -24,9 +24,13 @@ class InferenceGroup {
   InferenceGroup(const InferenceGroup&) = delete;
   InferenceGroup& operator=(const InferenceGroup&) = delete;
 
-  // None where the ranks do not share a host; `apart` says which.
+  // None where the ranks do not share a host, or cannot share memory; `apart` says which and why.
   shm::Group* memory() const { return memory_.get(); }
   const std::string& apart() const { return apart_; }
+
+  // The sum over the ranks in a tensor of CPU memory without gaps; false, and nothing done, where shared memory does
+  // not serve its type.
+  bool allReduceInPlace(const at::Tensor& plain);
 
   // The sum over the ranks of `from` in `to`, which may be the same tensor. Any strides; same shapes and types.
   void allReduce(const at::Tensor& from, const at::Tensor& to);

@@ -49,8 +49,9 @@ bool isShared(const at::Tensor& tensor) {
   }
   // Strides are never negative, so the elements lie between the first and the end of the storage.
   const auto begin = tensor.storage_offset() * static_cast<std::int64_t>(tensor.element_size());
-  return shm::SharedHeap::ofProcess()->offsetOf(tensor.const_data_ptr(),
-                                                static_cast<std::int64_t>(tensor.storage().nbytes()) - begin) >= 0;
+  const auto heap = shm::SharedHeap::ofProcessIfAny();
+  return heap &&
+         heap->offsetOf(tensor.const_data_ptr(), static_cast<std::int64_t>(tensor.storage().nbytes()) - begin) >= 0;
 }
 
 }  // namespace dc

@@ -43,8 +43,8 @@ std::shared_ptr<shm::Group> openGroup(c10::intrusive_ptr<c10d::Store> store, int
   std::string reason;
   std::shared_ptr<shm::Group> group = shm::Group::open(rendezvous, rank, size, options, reason);
   check(group != nullptr, [&] {
-    return concat("the backend 'shm' needs all ranks of group '", name, "' on one host, and ", reason,
-                  ". Use gloo for groups on several hosts: init_process_group(\"gloo\")");
+    return concat("the backend 'shm' needs memory that all ranks of group '", name, "' share, and ", reason,
+                  ". Use gloo for this group: init_process_group(\"gloo\")");
   });
   return group;
 }

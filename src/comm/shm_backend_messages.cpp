@@ -19,7 +19,7 @@ shm::Messenger& ShmBackend::messenger() {
   const auto group = this->group();
   const std::lock_guard lock(mutex_);
   if (!messenger_) {
-    messenger_ = std::make_unique<shm::Messenger>(*group);
+    messenger_ = std::make_unique<shm::Messenger>(group);
     messenger_->setTimeout(Millis(timeout_.load()));
   }
   return *messenger_;

@@ -1,9 +1,13 @@
 #include "deepcompile/comm/shm_communicator.h"
 
+#include <atomic>
+#include <bit>
 #include <chrono>
 #include <utility>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/base/log.h"
+#include "deepcompile/comm/shared_tensor.h"
 #include "deepcompile/comm/shm_tensors.h"
 #include "deepcompile/shm/collectives.h"
 
@@ -16,6 +20,24 @@ class ShmCommunicator final : public Communicator {
       : Communicator(group->rank(), group->size(), std::move(traffic)), group_(std::move(group)) {}
 
   bool spins() const override { return true; }
+
+  // In the heap that the peers read: what lies there is not staged.
+  at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    try {
+      return emptyShared(sizes, c10::typeMetaToScalarType(options.dtype()));
+    } catch (const Error& error) {
+      if (!said_full_.exchange(true)) {
+        log(LogLevel::Warning, concat("rank ", rank(), ": tensors that travel go to ordinary memory and are staged, ",
+                                      "which is slower: ", error.what()));
+      }
+      return Communicator::empty(sizes, options);
+    }
+  }
+
+  bool takesSeparateTensors() const override { return true; }
+
+  // Sums of 16-bit types are taken in fp32, and halves and quarters are exact: the order makes no difference.
+  bool averageDividesFirst() const override { return std::has_single_bit(static_cast<unsigned>(size())); }
 
   // What one rank gives up the others cannot go on with either.
   void abort() override { group_->poison(concat("rank ", rank(), " has aborted the group '", group_->name(), "'")); }
@@ -100,6 +122,7 @@ class ShmCommunicator final : public Communicator {
   }
 
   const std::shared_ptr<shm::Group> group_;
+  std::atomic<bool> said_full_{false};
   shm::RunTable table_;  // kept for their memory: one operation at a time
   std::vector<shm::Run> runs_;
 };

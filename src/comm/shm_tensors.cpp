@@ -125,7 +125,11 @@ void Writable::commit() const {
 }
 
 std::uint64_t tagOf(at::ScalarType dtype) {
-  const std::string_view name = c10::toString(dtype);
+  // Eight characters are room enough for what tells the types apart, which is the end of names like Float8_e4m3fn.
+  std::string_view name = c10::toString(dtype);
+  if (const std::size_t bar = name.find('_'); bar != std::string_view::npos) {
+    name = name.substr(bar + 1);
+  }
   std::uint64_t tag = 0;
   std::memcpy(&tag, name.data(), std::min(name.size(), sizeof(tag)));
   return tag;

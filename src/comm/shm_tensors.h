@@ -59,7 +59,7 @@ class Writable {
 inline std::int64_t bytesOf(const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor.nbytes()); }
 inline shm::Run runOf(const at::Tensor& plain) { return shm::run(plain.const_data_ptr(), bytesOf(plain)); }
 
-// Ranks that move elements of different types get an error, too.
+// Its name, or enough of it to tell it from all others: ranks that move elements of different types get an error, too.
 std::uint64_t tagOf(at::ScalarType dtype);
 
 }  // namespace dc

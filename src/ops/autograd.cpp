@@ -29,7 +29,7 @@ auto typedOp(const char* name) {
 bool isPlain(const at::Tensor& tensor) {
   constexpr auto wrapped = c10::DispatchKeySet(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper});
-  return tensor.device().is_cpu() && !tensor.key_set().has_any(wrapped) &&
+  return (tensor.is_cpu() || tensor.is_cuda()) && !tensor.key_set().has_any(wrapped) &&
          c10::impl::TorchDispatchModeTLS::stack_len() == 0;
 }
 
@@ -52,7 +52,8 @@ struct AllgatherParam : torch::autograd::Function<AllgatherParam> {
     });
     if (grads[0].defined() && isPlain(grads[0])) {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
+      reduceGradOfGather(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt(),
+                         /*given=*/true);
     } else if (grads[0].defined()) {
       static const auto op = typedOp<at::Tensor(const at::Tensor&, std::int64_t, std::int64_t)>("dc::reduce_grad");
       op.call(grads[0], context->saved_data["graph_id"].toInt(), context->saved_data["id"].toInt());
@@ -106,11 +107,11 @@ struct GatherShard : torch::autograd::Function<GatherShard> {
     const auto id = context->saved_data.find("id");
     if (id == context->saved_data.end()) {
       static const auto op =
-          typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
-      op.call(grads[0], context->get_saved_variables()[0], graph_id);
+          typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t, bool)>("dc::reduce_shard");
+      op.call(grads[0], context->get_saved_variables()[0], graph_id, /*given=*/false);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      reduceGradOfGather(grads[0], graph_id, id->second.toInt());
+      reduceGradOfGather(grads[0], graph_id, id->second.toInt(), /*given=*/true);
     }
     return none;
   }
@@ -138,23 +139,26 @@ at::Tensor gatherShardAutograd(const at::Tensor& shard, std::int64_t graph_id, a
 }
 
 // Its output is empty and carries no gradient.
-at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id) {
+at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  static const auto op = typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t)>("dc::reduce_shard");
-  return op.call(grad, shard, graph_id);
+  static const auto op =
+      typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t, bool)>("dc::reduce_shard");
+  return op.call(grad, shard, graph_id, given);
 }
 
-// An operator whose output is, or copies, its first argument: the gradient passes unchanged.
+// An operator whose output is, or copies, its first argument: the gradient passes unchanged, to the
+// device that the argument is on.
 template <typename... Rest>
 struct Identity : torch::autograd::Function<Identity<Rest...>> {
-  static at::Tensor forward(AutogradContext*, const std::string& name, const at::Tensor& a, Rest... rest) {
+  static at::Tensor forward(AutogradContext* context, const std::string& name, const at::Tensor& a, Rest... rest) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    context->saved_data["device"] = a.device();
     return typedOp<at::Tensor(const at::Tensor&, Rest...)>(name.c_str()).call(a, rest...);
   }
 
-  static variable_list backward(AutogradContext*, variable_list grads) {
+  static variable_list backward(AutogradContext* context, variable_list grads) {
     variable_list all(2 + sizeof...(Rest));
-    all[1] = grads[0];
+    all[1] = grads[0].defined() ? grads[0].to(context->saved_data["device"].toDevice()) : grads[0];
     return all;
   }
 };

@@ -67,14 +67,23 @@ void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t i
   Locked(graph_id).z3("release_param").releaseParam(id, n_users, ReleasedSize::Nominal);
 }
 
-at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  const Locked locked(graph_id);
-  locked.executor().noteAutogradTask(currentAutogradTask());
-  at::Tensor result = locked.executor().reduceGrad(a, id);
-  if (locked.executor().backwardImplicit() && locked.executor().backwardOpen()) {
-    endWithAutograd(graph_id);
+namespace {
+
+// `given`: nobody writes to the gradient's memory any more.
+at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given) {
+  CustomOpExecutor& executor = locked.executor();
+  executor.noteAutogradTask(currentAutogradTask());
+  at::Tensor result = given ? executor.reduceGivenGrad(grad, id) : executor.reduceGrad(grad, id);
+  if (executor.backwardImplicit() && executor.backwardOpen()) {
+    endWithAutograd(locked.graph().id);
   }
   return result;
+}
+
+}  // namespace
+
+at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
+  return reduceWith(Locked(graph_id), a, id, /*given=*/false);
 }
 
 void freeTensors(at::TensorList tensors) {
@@ -119,12 +128,10 @@ void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) 
   Locked(graph_id).z3("reload_parameter").reloadParameter(id);
 }
 
-at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  {
-    const Locked locked(graph_id);
-    locked.z3("reduce_grad").allowReduction(id);
-  }
-  return reduceGrad(a, graph_id, id);
+at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, bool given) {
+  const Locked locked(graph_id);
+  locked.z3("reduce_grad").allowReduction(id);
+  return reduceWith(locked, a, id, given);
 }
 
 std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {
@@ -160,8 +167,8 @@ void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vec
   locked.z3("prefetch_shards").prefetchParamsFused(ids, dtypes);
 }
 
-at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id) {
-  return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id));
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {
+  return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id), given);
 }
 
 void endBackward(std::int64_t graph_id) {

@@ -18,8 +18,8 @@ void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 void releaseParam(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 void releaseParamTraced(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, std::int64_t n_users);
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
-// The same, called by the backward of the gather itself.
-at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
+// The same, called by the backward of the gather itself. `given`: nobody writes to the gradient's memory any more.
+at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, bool given);
 void freeTensors(at::TensorList a);
 at::Tensor offloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
 at::Tensor reloadTensor(const at::Tensor& a, std::int64_t graph_id, std::int64_t id);
@@ -37,6 +37,6 @@ std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id);
 at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard);
 void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes);
-at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id);
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given);
 
 }  // namespace dc::ops

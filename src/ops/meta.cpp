@@ -24,7 +24,7 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t, at::IntArrayRef sh
   return at::empty(shape, shard.options().dtype(dtype.value_or(shard.scalar_type())).requires_grad(false));
 }
 
-at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor&, std::int64_t) {
+at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor&, std::int64_t, bool) {
   return at::empty({0}, grad.options().requires_grad(false));
 }
 

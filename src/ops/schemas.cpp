@@ -23,7 +23,8 @@ TORCH_LIBRARY(dc, m) {
       "gather_shard(Tensor shard, int graph_id, int[] shape, ScalarType? dtype=None, bool keep=False, int "
       "guard=0) -> Tensor");
   m.def("prefetch_shards(Tensor[] shards, int graph_id, ScalarType[] dtypes) -> ()");
-  m.def("reduce_shard(Tensor grad, Tensor shard, int graph_id) -> Tensor");
+  // `given` says that nobody writes to the gradient's memory any more: it may be read after the call has returned.
+  m.def("reduce_shard(Tensor grad, Tensor shard, int graph_id, bool given=False) -> Tensor");
 
   // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
   // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.

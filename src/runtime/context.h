@@ -48,16 +48,21 @@ class Context {
   double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
 
+  // The caller was kept from its own work since `began` (Timeline::now).
+  void countWait(std::int64_t began) {
+    stats.waits.fetch_add(1, std::memory_order_relaxed);
+    stats.wait_nanoseconds.fetch_add(Timeline::now() - began, std::memory_order_relaxed);
+  }
+
   // Waits on behalf of the caller, and counts it.
   void await(const Event& event) {
     if (event.trivial()) {
       return;
     }
-    const auto start = Clock::now();
-    stats.waits.fetch_add(1, std::memory_order_relaxed);
+    const std::int64_t began = Timeline::now();
     // The operation's own deadline is to come first, because it can say more.
     event.wait(deadline() + std::chrono::seconds(10));
-    stats.wait_nanoseconds.fetch_add(std::chrono::nanoseconds(Clock::now() - start).count(), std::memory_order_relaxed);
+    countWait(began);
   }
 };
 

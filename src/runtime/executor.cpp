@@ -7,6 +7,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/ScopeExit.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/text.h"
@@ -117,6 +118,12 @@ void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& gra
   });
 }
 
+at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+  given_ = true;
+  const auto end = c10::make_scope_exit([this] { given_ = false; });
+  return reduceGrad(std::move(grad_tensor), ds_id);
+}
+
 at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
@@ -143,12 +150,17 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
     return result;
   }
   std::vector<ArrivedGradient> ready;
-  if (!order_->goesNow(ds_id)) {
-    // The caller may use the gradient's memory for something else once this call returns.
-    grad_tensor = grad_tensor.clone();
+  const bool goes_now = order_->goesNow(ds_id);
+  if (!goes_now) {
+    if (!given_) {
+      grad_tensor = grad_tensor.clone();  // the caller may use its memory for something else once this call returns
+    }
     context_->stats.gradients_parked.fetch_add(1, std::memory_order_relaxed);
   }
   order_->arrive(ds_id, std::move(grad_tensor), ready);
+  if (goes_now) {
+    ready[0].given = given_;
+  }
   enterInOrder(ready);
   return result;
 }
@@ -223,8 +235,17 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     flushReduceBucket(dtype);
     bucket = reduce_buckets_->getBuffer(dtype);
   }
-  bucket->reserve(std::max(size, bucket->getOffset() == 0 ? planned_size_ : 0));
+  if (bucket->empty()) {
+    bucket->reserve(planned_size_);
+  }
   user = this;
+  if (arrived.given && goesAsItIs(param, grad)) {
+    bucket->adopt(size);
+    reduce_tasks_[dtype].emplace_back(arrived.id, grad, grad.view({-1}));
+    context_->stats.gradients_in_place.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  bucket->reserve(size);
   const at::Tensor slice = bucket->allocate(size);
   runDetached(
       *copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
@@ -244,6 +265,12 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
     task.dropGradient();
   }
+}
+
+bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
+  return comm_->takesSeparateTensors() && sendsTasksOneByOne() && !dividesBucket() && grad.defined() &&
+         grad.scalar_type() == param.getReduceDtype() && param.numel() == param.getPaddedNumel() &&
+         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg();
 }
 
 void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
@@ -296,7 +323,9 @@ std::int64_t reduceParts(Communicator& comm, const std::vector<Reduction>& reduc
     rows.push_back({r * columns, (r + 1) * columns});
   }
   counts = at::empty({columns}, options);
-  parts.push_back({presence.to(options, /*non_blocking=*/true).view({-1}), std::move(rows), counts});
+  const at::Tensor travelling = comm.empty({presence.numel()}, options);
+  travelling.copy_(presence.view({-1}), /*non_blocking=*/true);
+  parts.push_back({travelling, std::move(rows), counts});
   comm.reduceScatter(parts, op, tag);
   for (std::size_t i = 0; i < reductions.size(); ++i) {
     if (reductions[i].add) {
@@ -333,6 +362,12 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
+    check(!task.changed(), [&] {
+      return concat(
+          "the gradient of ", param.describe(),
+          " was changed in place after the backward gave it and before it was reduced (", place(),
+          "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
+    });
     if (!task.hasGradient()) {
       lacking = true;
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
@@ -351,13 +386,17 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   runCollective(
       *rs_stream_, [what] { return what; },
       [comm = comm_, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
-       timeline = context_->timeline, first = tasks[0].getDSId(),
+       context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
-        const Timeline::Mark started = timeline->mark();
+        const std::int64_t began = Timeline::now();
+        const Timeline::Mark started = context->timeline->mark();
         agreeOnCollective(*comm, signature);
         const std::int64_t bytes = reduceParts(*comm, reductions, presence, *counts, op, tag);
-        timeline->add(Timeline::Kind::Reduce, first, bytes, started);
+        context->timeline->add(Timeline::Kind::Reduce, first, bytes, started);
+        if (on_callers_thread) {
+          context->countWait(began);
+        }
       });
   last_presence_ = counts;
   if (lacking) {

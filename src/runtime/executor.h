@@ -50,6 +50,8 @@ class CustomOpExecutor {
   virtual void endBackward();
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+  // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
+  at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id);
 
   // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
   // up.
@@ -78,6 +80,9 @@ class CustomOpExecutor {
   // Reduces the bucket of this dtype. A stage of your own calls blockCopyEvents, applyPreDivision, its collective with
   // getReductionOp, and performCleanup; reduceToOwners does all four.
   virtual void flushReduceBucket(at::ScalarType scalar_type) = 0;
+  // True for stages that flush by reduceToOwners, or otherwise send each task's getSendBuf() and not the bucket: then
+  // gradients may stay where they lie instead of being copied into the bucket.
+  virtual bool sendsTasksOneByOne() const { return false; }
   // False while gradients only add up on this rank.
   virtual bool communicates() const { return true; }
   // Keeps a gradient on this rank until a backward that communicates.
@@ -123,6 +128,8 @@ class CustomOpExecutor {
   void enter(const ArrivedGradient& arrived);
   // The next gradients of the expected order; flushes where a planned bucket ends.
   void enterInOrder(const std::vector<ArrivedGradient>& arrived);
+  // True when the gradient can be reduced from its own memory.
+  bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
   bool noteAccumulation(const DSParam& param);
   void checkGradient(const DSParam& param, const at::Tensor& grad) const;
@@ -146,6 +153,7 @@ class CustomOpExecutor {
   std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
+  bool given_ = false;  // during reduceGivenGrad
   std::int64_t autograd_task_ = -1;
   std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;

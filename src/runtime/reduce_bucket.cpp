@@ -1,14 +1,24 @@
 #include "deepcompile/runtime/reduce_bucket.h"
 
+#include <utility>
+
 #include <ATen/Functions.h>
 
 #include "deepcompile/base/error.h"
 
 namespace dc {
 
-ReduceBucket::ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device)
-    : size_(size), buffer_(at::empty({size}, at::TensorOptions().dtype(scalar_type).device(device))) {
+ReduceBucket::ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device,
+                           std::shared_ptr<Communicator> comm)
+    : size_(size), options_(at::TensorOptions().dtype(scalar_type).device(device)), comm_(std::move(comm)) {
   check(size > 0, [&] { return concat("a reduce bucket of ", size, " elements cannot hold a gradient"); });
+}
+
+const at::Tensor& ReduceBucket::getBuffer() const {
+  if (!buffer_.defined()) {
+    buffer_ = comm_ == nullptr ? at::empty({size_}, options_) : comm_->empty({size_}, options_);
+  }
+  return buffer_;
 }
 
 void ReduceBucket::reserve(std::int64_t size) {
@@ -18,7 +28,7 @@ void ReduceBucket::reserve(std::int64_t size) {
   check(offset_ == 0, [&] {
     return concat("a reduce bucket that holds ", offset_, " elements cannot grow from ", size_, " to ", size);
   });
-  buffer_ = at::empty({size}, buffer_.options());
+  buffer_ = at::Tensor();
   size_ = size;
 }
 
@@ -26,14 +36,17 @@ at::Tensor ReduceBucket::allocate(std::int64_t numel) {
   check(numel >= 0 && offset_ + numel <= size_, [&] {
     return concat("a reduce bucket of ", size_, " elements, ", offset_, " of them used, has no room for ", numel);
   });
-  at::Tensor slice = buffer_.narrow(0, offset_, numel);
+  at::Tensor slice = getBuffer().narrow(0, offset_, numel);
   offset_ += numel;
   return slice;
 }
 
 DoubleBufferedReduceBucket::DoubleBufferedReduceBucket(std::int64_t initial_bucket_size, bool enable_double_buffer,
-                                                       at::Device device)
-    : initial_size_(initial_bucket_size), double_buffer_(enable_double_buffer), device_(device) {
+                                                       at::Device device, std::shared_ptr<Communicator> comm)
+    : initial_size_(initial_bucket_size),
+      double_buffer_(enable_double_buffer),
+      device_(device),
+      comm_(std::move(comm)) {
   check(initial_bucket_size > 0, [&] {
     return concat("initial_reduce_bucket_size is ", initial_bucket_size, " elements; it must be at least 1");
   });
@@ -46,7 +59,8 @@ void DoubleBufferedReduceBucket::swap(at::ScalarType scalar_type, Stream& rs_str
   if (double_buffer_) {
     std::swap(buckets.current, buckets.shadow);
     if (buckets.current.bucket == nullptr) {
-      buckets.current.bucket = std::make_shared<ReduceBucket>(buckets.shadow.bucket->getSize(), scalar_type, device_);
+      buckets.current.bucket =
+          std::make_shared<ReduceBucket>(buckets.shadow.bucket->getSize(), scalar_type, device_, comm_);
     }
   }
   buckets.user = nullptr;
@@ -73,7 +87,7 @@ std::int64_t DoubleBufferedReduceBucket::bytes() const {
   std::int64_t total = 0;
   for (const auto& [scalar_type, buckets] : slots_) {
     for (const Slot* slot : {&buckets.current, &buckets.shadow}) {
-      total += slot->bucket == nullptr ? 0 : static_cast<std::int64_t>(slot->bucket->getBuffer().nbytes());
+      total += slot->bucket == nullptr ? 0 : slot->bucket->bytes();
     }
   }
   return total;
@@ -82,7 +96,7 @@ std::int64_t DoubleBufferedReduceBucket::bytes() const {
 DoubleBufferedReduceBucket::Pair& DoubleBufferedReduceBucket::pair(at::ScalarType scalar_type) {
   Pair& buckets = slots_[scalar_type];
   if (buckets.current.bucket == nullptr) {
-    buckets.current.bucket = std::make_shared<ReduceBucket>(initial_size_, scalar_type, device_);
+    buckets.current.bucket = std::make_shared<ReduceBucket>(initial_size_, scalar_type, device_, comm_);
   }
   return buckets;
 }

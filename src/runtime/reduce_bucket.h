@@ -9,60 +9,87 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "deepcompile/comm/communicator.h"
 #include "deepcompile/runtime/stream.h"
 
 namespace dc {
 
 class CustomOpExecutor;
 
-// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done. An
-// undefined gradient stands for a parameter that has none: its slice holds zeros.
+// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done, or,
+// where `send_buf` is the gradient's own memory, until it is reduced. An undefined gradient stands for a parameter that
+// has none: its slice holds zeros.
 class ReduceTask {
  public:
   ReduceTask(std::int64_t ds_id, at::Tensor grad, at::Tensor send_buf)
-      : ds_id_(ds_id), has_gradient_(grad.defined()), grad_(std::move(grad)), send_buf_(std::move(send_buf)) {}
+      : ds_id_(ds_id),
+        has_gradient_(grad.defined()),
+        version_(versionOf(grad)),
+        grad_(std::move(grad)),
+        send_buf_(std::move(send_buf)) {}
 
   std::int64_t getDSId() const { return ds_id_; }
   const at::Tensor& getSendBuf() const { return send_buf_; }
   bool hasGradient() const { return has_gradient_; }
+  // True when somebody has written to the gradient since.
+  bool changed() const { return versionOf(grad_) != version_ && grad_.defined(); }
   // The copy is done: the gradient's memory may go.
   void dropGradient() { grad_ = at::Tensor(); }
 
  private:
+  static std::int64_t versionOf(const at::Tensor& grad) {
+    return grad.defined() && !grad.is_inference() ? grad._version() : 0;
+  }
+
   std::int64_t ds_id_;
   bool has_gradient_;
+  std::int64_t version_;
   at::Tensor grad_;
   at::Tensor send_buf_;
 };
 
-// A flat buffer that is filled from the front. Sizes count elements.
+// A flat buffer that is filled from the front, made at its first use. Sizes count elements.
 class ReduceBucket {
  public:
-  ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device = at::kCPU);
+  // `comm`, which reduces what is in the bucket, chooses its memory; without one it is ordinary memory.
+  ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device = at::kCPU,
+               std::shared_ptr<Communicator> comm = nullptr);
 
   std::int64_t getSize() const { return size_; }
   std::int64_t getOffset() const { return offset_; }
-  const at::Tensor& getBuffer() const { return buffer_; }
-  at::ScalarType getScalarType() const { return buffer_.scalar_type(); }
+  const at::Tensor& getBuffer() const;
+  // Of its buffer; 0 as long as nobody has used it.
+  std::int64_t bytes() const { return buffer_.defined() ? static_cast<std::int64_t>(buffer_.nbytes()) : 0; }
+  bool empty() const { return offset_ + adopted_ == 0; }
+  at::ScalarType getScalarType() const { return options_.dtype().toScalarType(); }
 
   // Makes room for at least `size` elements in all. Only while the bucket is empty: slices in use would be left behind.
   void reserve(std::int64_t size);
   // The next `numel` elements.
   at::Tensor allocate(std::int64_t numel);
-  // True when `numel` more elements do not fit behind what the bucket holds.
-  bool shouldFlush(std::int64_t numel) const { return offset_ > 0 && offset_ + numel > size_; }
-  void reset() { offset_ = 0; }
+  // Counts `numel` elements that are reduced with the bucket and lie elsewhere.
+  void adopt(std::int64_t numel) { adopted_ += numel; }
+  // True when `numel` more elements do not fit behind what the bucket counts.
+  bool shouldFlush(std::int64_t numel) const {
+    const std::int64_t counted = offset_ + adopted_;
+    return counted > 0 && counted + numel > size_;
+  }
+  void reset() { offset_ = adopted_ = 0; }
 
  private:
   std::int64_t size_;
   std::int64_t offset_ = 0;
-  at::Tensor buffer_;
+  std::int64_t adopted_ = 0;
+  at::TensorOptions options_;
+  std::shared_ptr<Communicator> comm_;
+  mutable at::Tensor buffer_;
 };
 
 // A bucket per dtype that is being filled and, with double buffering, a second one whose reduction is in flight.
 class DoubleBufferedReduceBucket {
  public:
-  DoubleBufferedReduceBucket(std::int64_t initial_bucket_size, bool enable_double_buffer, at::Device device = at::kCPU);
+  DoubleBufferedReduceBucket(std::int64_t initial_bucket_size, bool enable_double_buffer, at::Device device = at::kCPU,
+                             std::shared_ptr<Communicator> comm = nullptr);
 
   // Call when the reduction of the current bucket was given to `rs_stream`. What is copied into the next one through
   // `copy_stream` waits until that one's last reduction has passed.
@@ -96,6 +123,7 @@ class DoubleBufferedReduceBucket {
   const std::int64_t initial_size_;
   const bool double_buffer_;
   const at::Device device_;
+  const std::shared_ptr<Communicator> comm_;
   std::map<at::ScalarType, Pair> slots_;
 };
 

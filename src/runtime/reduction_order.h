@@ -19,7 +19,8 @@ namespace dc {
 
 struct ArrivedGradient {
   std::int64_t id = 0;
-  at::Tensor grad;  // undefined: this rank has none
+  at::Tensor grad;    // undefined: this rank has none
+  bool given = true;  // nobody else writes to the gradient's memory any more
 };
 
 class ReductionOrder {

@@ -14,7 +14,9 @@
 #include "deepcompile/base/log.h"
 #include "deepcompile/base/text.h"
 #include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_stream.h"
+#include "deepcompile/runtime/host_memory.h"
 #include "deepcompile/runtime/z1_executor.h"
 #include "deepcompile/runtime/z2_executor.h"
 
@@ -49,8 +51,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       registry_(std::make_shared<DSParamRegistry>()),
       device_(device),
       pool_(std::make_shared<BufferPool>(c10::GetAllocator(device.type()))),
-      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(initial_reduce_bucket_size,
-                                                                   context_->config.double_buffer, device)),
+      reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(
+          initial_reduce_bucket_size, context_->config.double_buffer, device, channels_.reduce)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
                                 : chooseCpuStreamMode(Environment::read().cpu_stream, channels_.gather->spins(),
                                                       local_ranks, at::get_num_threads(), usableCores())),
@@ -63,6 +65,9 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
       offload_stream_(makeStream("offload", copyMode())),
       reload_stream_(makeStream("reload", copyMode())) {
+  if (device_.is_cpu()) {
+    keepFreedMemory();
+  }
   context_->device_order = !device_.is_cpu();
   context_->timeline->useDevice(device_);
   if (channels_.control == nullptr) {
@@ -379,6 +384,22 @@ void Runtime::reset() {
   agreed_ = false;
 }
 
+void Runtime::sumOverRanks(const at::Tensor& tensor) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  context_->late_error->raise();
+  check(tensor.device() == device_ && tensor.is_contiguous(), [&] {
+    return concat("sum_over_ranks: the tensor must be contiguous and on ", device_.str(), " (", context_->place, ")");
+  });
+  if (context_->size == 1) {
+    return;
+  }
+  runCollective(
+      *reduce_stream_, [place = context_->place] { return concat("a sum over the ranks on ", place); },
+      [comm = channels_.reduce, tensor] { comm->allReduce(tensor, ReduceOp::Sum); });
+  context_->await(reduce_stream_->record());
+}
+
 void Runtime::close() {
   if (!open_) {
     return;
@@ -389,6 +410,10 @@ void Runtime::close() {
       stream->synchronize(context_->deadline());
     } catch (const std::exception& error) {
       log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+      if (context_->device_order) {  // what hangs on a device would hang whoever waits for it next
+        channels_.gather->abort();
+        channels_.reduce->abort();
+      }
     }
   }
   if (watchdog_ != nullptr) {

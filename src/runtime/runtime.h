@@ -60,8 +60,8 @@ class Runtime {
   void registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
 
   void setPersistent(std::int64_t ds_id);
-  // A frozen parameter (ZeRO-3) gets a place for its gradient, or a trained one loses it. Between steps; the ranks agree
-  // on it at the next start_forward.
+  // A frozen parameter (ZeRO-3) gets a place for its gradient, or a trained one loses it. Between steps; the ranks
+  // agree on it at the next start_forward.
   void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
   // See CustomOpExecutor::planReductions.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets);
@@ -75,6 +75,9 @@ class Runtime {
   // The next gather of the parameter travels again, persistent or not. Frees what was gathered.
   void invalidateGatheredParam(std::int64_t ds_id);
   void clearAllGatheredParams();
+
+  // The sum over all ranks, in place and in the caller's order. A collective; behind the reductions in flight.
+  void sumOverRanks(const at::Tensor& tensor);
 
   // Waits for what is in flight and lets go of everything. Errors of work in flight are logged, not thrown.
   void close();

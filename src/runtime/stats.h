@@ -13,8 +13,9 @@ struct Stats {
   std::atomic<std::int64_t> gathers_in_backward{0};  // of the launched: again for what autograd had saved
   std::atomic<std::int64_t> releases{0};             // gathered copies whose storage was freed
   std::atomic<std::int64_t> gradients_reduced{0};
-  std::atomic<std::int64_t> gradients_missing{0};  // zeros contributed for a parameter without a gradient
-  std::atomic<std::int64_t> gradients_parked{0};   // arrived out of order and were held back
+  std::atomic<std::int64_t> gradients_missing{0};   // zeros contributed for a parameter without a gradient
+  std::atomic<std::int64_t> gradients_parked{0};    // arrived out of order and were held back
+  std::atomic<std::int64_t> gradients_in_place{0};  // reduced from where they lay, not copied into a bucket
   std::atomic<std::int64_t> buckets_flushed{0};
   std::atomic<std::int64_t> activations_freed{0};
   std::atomic<std::int64_t> bytes_offloaded{0};

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/shm/owner_process.h"
 
 namespace dc {
 namespace {
@@ -17,6 +18,8 @@ namespace {
 class Progress {
  public:
   explicit Progress(std::string name) : name_(std::move(name)) {}
+
+  const std::string& name() const { return name_; }
 
   // Called for each piece of work in order, by the thread that runs it.
   void perform(const Stream::Work& work) {
@@ -124,10 +127,18 @@ class WorkerStream final : public Stream {
       queue_.clear();  // whoever needs the work to have run synchronizes first
     }
     given_work_.notify_one();
-    thread_.join();
+    if (owner_.isThis()) {
+      thread_.join();
+    } else {
+      thread_.detach();  // a forked child has no such thread
+    }
   }
 
   void run(Work work) override {
+    check(owner_.isThis(), [&] {
+      return concat("the stream '", progress_->name(), "' belongs to process ", owner_.pid(),
+                    "; a forked child cannot use the runtime of its parent");
+    });
     {
       const std::lock_guard lock(mutex_);
       queue_.push_back(std::move(work));
@@ -171,6 +182,7 @@ class WorkerStream final : public Stream {
   std::deque<Work> queue_;
   std::uint64_t given_ = 0;
   bool stopping_ = false;
+  const shm::OwnerProcess owner_;
   const std::shared_ptr<Progress> progress_;
   std::thread thread_;  // last: starts when everything above stands
 };

@@ -16,6 +16,7 @@ class Z1CustomOpExecutor : public CustomOpExecutor {
  protected:
   // Each rank needs only its own slice of the mean, so a reduction to owners serves: half the bytes of an all-reduce.
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
+  bool sendsTasksOneByOne() const override { return true; }
   bool communicates() const override { return param_updated_; }
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }

@@ -12,6 +12,7 @@ class Z2CustomOpExecutor : public CustomOpExecutor {
 
  protected:
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
+  bool sendsTasksOneByOne() const override { return true; }
 };
 
 }  // namespace dc

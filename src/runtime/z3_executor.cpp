@@ -144,9 +144,10 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                   graph, ") on ", context->place);
   };
   runCollective(*gather_.stream, std::move(what),
-                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature),
-                 timeline = context_->timeline, first = wanted[0].id] {
-                  const Timeline::Mark started = timeline->mark();
+                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature), context = context_,
+                 on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
+                  const std::int64_t began = Timeline::now();
+                  const Timeline::Mark started = context->timeline->mark();
                   agreeOnCollective(*comm, signature);
                   comm->allGather(castToTravel(*comm, parts));
                   if (started) {
@@ -154,7 +155,10 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                     for (const GatherPart& part : parts) {
                       bytes += static_cast<std::int64_t>(part.full.nbytes());
                     }
-                    timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                    context->timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                  }
+                  if (on_callers_thread) {
+                    context->countWait(began);
                   }
                 });
   Event ready = gather_.stream->record();

@@ -42,44 +42,42 @@ char processState(std::int64_t pid) {
 
 }  // namespace
 
-Group::Group(int rank, Layout layout, std::shared_ptr<Segment> memory, const GroupOptions& options)
+Group::Group(int rank, Layout layout, Handshake hands, const GroupOptions& options)
     : rank_(rank),
       layout_(layout),
       name_(options.name),
-      memory_(std::move(memory)),
-      heap_(SharedHeap::ofProcess()),
-      heap_bases_(static_cast<std::size_t>(layout.ranks), nullptr),
+      memory_(std::move(hands.group)),
+      heap_(std::move(hands.heap)),
+      peers_(std::move(hands.peers)),
+      heap_bases_(static_cast<std::size_t>(layout.ranks), heap_->base()),
       patience_(Patience::forRanks(layout.ranks)),
-      owner_(::getpid()),
       timeout_(options.timeout.count()),
-      tuning_(options.tuning.value_or(Tuning{})),
       short_stages_(0, kShortBytes),
       stages_(short_stages_.end(), layout.slot_bytes),
       results_(stages_.end(), layout.resultBytes()) {
   RankBlock& own = block(rank_);
-  own.pid = owner_;
+  own.pid = owner_.pid();
   own.state.store(RankState::Present, std::memory_order_release);
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (peers_[r].heap) {
+      heap_bases_[r] = peers_[r].heap->data();
+    }
+  }
+  setTuning(options.tuning.value_or(Tuning{}));
 }
 
 std::unique_ptr<Group> Group::open(Rendezvous& rendezvous, int rank, int size, const GroupOptions& options,
                                    std::string& reason) {
   const Layout layout = layoutFor(size, options);
   check(rank >= 0 && rank < size, [&] { return concat("rank ", rank, " of a group of ", size, " ranks"); });
-  const auto heap = SharedHeap::ofProcess();
-  auto hands = shakeHands(rendezvous, rank, layout, heap->descriptor(), options.timeout, reason);
+  if (options.tuning) {
+    checkTuning(*options.tuning);
+  }
+  auto hands = shakeHands(rendezvous, rank, layout, options.timeout, reason);
   if (!hands) {
     return nullptr;
   }
-  std::unique_ptr<Group> group(new Group(rank, layout, hands->group, options));
-  group->processes_ = std::move(hands->processes);
-  for (int r = 0; r < size; ++r) {
-    if (r == rank) {
-      group->heap_bases_[static_cast<std::size_t>(r)] = heap->base();
-    } else {
-      group->heaps_.push_back(Segment::map(std::move(hands->heaps[static_cast<std::size_t>(r)])));
-      group->heap_bases_[static_cast<std::size_t>(r)] = group->heaps_.back().data();
-    }
-  }
+  std::unique_ptr<Group> group(new Group(rank, layout, std::move(*hands), options));
   if (!options.tuning) {
     group->tuning_ = measureTuning(*group);
   }
@@ -91,14 +89,18 @@ std::vector<std::unique_ptr<Group>> Group::ofThreads(int size, const GroupOption
   const auto memory = std::make_shared<Segment>(makeGroupMemory(layout));
   std::vector<std::unique_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
-    groups.emplace_back(new Group(rank, layout, memory, options));
-    std::fill(groups.back()->heap_bases_.begin(), groups.back()->heap_bases_.end(), groups.back()->heap_->base());
+    groups.emplace_back(new Group(rank, layout, {memory, SharedHeap::ofProcess(), {}}, options));
   }
   return groups;
 }
 
+void Group::setTuning(const Tuning& tuning) {
+  checkTuning(tuning);
+  tuning_ = tuning;
+}
+
 Group::~Group() {
-  if (::getpid() != owner_) {
+  if (!owner_.isThis()) {
     return;
   }
   block(rank_).state.store(RankState::Left, std::memory_order_release);
@@ -114,6 +116,9 @@ std::byte* Group::mailbox(int from, int to) const {
 }
 
 void Group::poison(const std::string& text) {
+  if (!owner_.isThis()) {
+    return;
+  }
   Poison& poison = header().poison;
   // Before anything that the caller does next with memory that peers may be using (pipeline.h).
   if (poison.claimed.exchange(1, std::memory_order_seq_cst) != 0) {
@@ -150,10 +155,11 @@ bool Group::gone(int rank) const {
   if (block(rank).state.load(std::memory_order_acquire) == RankState::Left) {
     return true;
   }
-  if (processes_.empty()) {
+  const auto index = static_cast<std::size_t>(rank);
+  if (index >= peers_.size() || !peers_[index].end) {
     return false;
   }
-  pollfd entry = {processes_[static_cast<std::size_t>(rank)].get(), POLLIN, 0};
+  pollfd entry = {peers_[index].end->get(), POLLIN, 0};
   return ::poll(&entry, 1, 0) > 0;
 }
 
@@ -239,9 +245,22 @@ void Group::failMismatch(std::uint64_t number) {
 }
 
 Call::Call(Group& group, const Meaning& meaning)
-    : group_(group), lock_(group.mutex_), exceptions_(std::uncaught_exceptions()) {
+    : group_(group), lock_(hold(group)), exceptions_(std::uncaught_exceptions()) {
   group_.throwIfPoisoned();
   group_.meaning_ = meaning;
+}
+
+std::unique_lock<std::mutex> Call::hold(Group& group) {
+  check(group.owner_.isThis(), [&] {
+    return concat("the shared-memory group '", group.name_, "' belongs to process ", group.owner_.pid(),
+                  "; a forked child cannot use it, only a group of its own");
+  });
+  std::unique_lock lock(group.mutex_, std::try_to_lock);
+  if (!lock) {
+    LongWait::begins();
+    lock.lock();
+  }
+  return lock;
 }
 
 Call::~Call() {

@@ -16,6 +16,7 @@
 
 #include "deepcompile/shm/handshake.h"
 #include "deepcompile/shm/layout.h"
+#include "deepcompile/shm/owner_process.h"
 #include "deepcompile/shm/rendezvous.h"
 #include "deepcompile/shm/shared_heap.h"
 #include "deepcompile/shm/tuning.h"
@@ -60,8 +61,8 @@ class SlotArea {
 
 class Group final : private Watch {
  public:
-  // Collective. No group, and the reason, where the ranks do not share this host: the same answer on all ranks. Throws
-  // on all ranks when the set-up fails otherwise.
+  // Collective. No group, and the reason, where the ranks do not share this host or cannot share memory: the same
+  // answer on all ranks. Throws on all ranks when the set-up fails otherwise.
   static std::unique_ptr<Group> open(Rendezvous& rendezvous, int rank, int size, const GroupOptions& options,
                                      std::string& reason);
   // Ranks that are threads of this process; by rank.
@@ -77,8 +78,8 @@ class Group final : private Watch {
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
   const Tuning& tuning() const { return tuning_; }
-  // All ranks must set the same.
-  void setTuning(const Tuning& tuning) { tuning_ = tuning; }
+  // All ranks must set the same. Throws where a size makes no sense.
+  void setTuning(const Tuning& tuning);
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count(), std::memory_order_relaxed); }
   std::chrono::milliseconds timeout() const {
     return std::chrono::milliseconds(timeout_.load(std::memory_order_relaxed));
@@ -91,7 +92,8 @@ class Group final : private Watch {
   // The heap of a rank, in this process's address space.
   std::byte* heapOf(int rank) const { return heap_bases_[static_cast<std::size_t>(rank)]; }
 
-  // Makes every rank's pending and later calls fail with `text`, unless the group has failed already.
+  // Makes every rank's pending and later calls fail with `text`, unless the group has failed already. Nothing in a
+  // forked child, which must not speak for the rank.
   void poison(const std::string& text);
   // From the moment at which a rank claims the error: it may be about to go on with memory that peers still use.
   bool poisoned() const { return header().poison.claimed.load(std::memory_order_acquire) != 0; }
@@ -107,7 +109,7 @@ class Group final : private Watch {
 
  private:
   friend class Call;
-  Group(int rank, Layout layout, std::shared_ptr<Segment> memory, const GroupOptions& options);
+  Group(int rank, Layout layout, Handshake hands, const GroupOptions& options);
 
   Header& header() const { return *reinterpret_cast<Header*>(memory_->data()); }
   std::byte* slots(int rank) const { return memory_->data() + layout_.slots() + rank * layout_.slotsOfRank(); }
@@ -120,11 +122,10 @@ class Group final : private Watch {
   const std::string name_;
   const std::shared_ptr<Segment> memory_;
   const std::shared_ptr<SharedHeap> heap_;
-  std::vector<Segment> heaps_;          // of peers
-  std::vector<std::byte*> heap_bases_;  // by rank
-  std::vector<Descriptor> processes_;   // by rank; empty where the system does not tell
+  const std::vector<PeerProcess> peers_;  // by rank; none where the ranks are threads
+  std::vector<std::byte*> heap_bases_;    // by rank
   const Patience patience_;
-  const pid_t owner_;                  // a forked child must not speak for the rank
+  const OwnerProcess owner_;
   std::atomic<std::int64_t> timeout_;  // milliseconds
   Tuning tuning_;
 
@@ -211,6 +212,7 @@ class Call {
   }
   void await(int rank, const std::atomic<std::uint64_t>& word, std::uint64_t number);
   [[noreturn]] void refuse(const std::string& what);
+  static std::unique_lock<std::mutex> hold(Group& group);
 
   Group& group_;
   const std::unique_lock<std::mutex> lock_;

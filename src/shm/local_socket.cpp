@@ -149,6 +149,11 @@ std::string LocalSocket::receive(std::vector<Descriptor>& descriptors, Clock::ti
   return bytes;
 }
 
+bool LocalSocket::readable() const {
+  pollfd entry = {fd_.get(), POLLIN, 0};
+  return ::poll(&entry, 1, 0) > 0;
+}
+
 bool LocalSocket::hungUp() const {
   pollfd entry = {fd_.get(), 0, 0};
   return ::poll(&entry, 1, 0) > 0 && (entry.revents & (POLLHUP | POLLERR)) != 0;

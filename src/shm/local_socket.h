@@ -25,6 +25,8 @@ class LocalSocket {
   void send(const std::string& bytes, std::span<const int> descriptors, Clock::time_point deadline) const;
   std::string receive(std::vector<Descriptor>& descriptors, Clock::time_point deadline) const;
 
+  // Whether somebody has connected, or a message has come.
+  bool readable() const;
   // True when the other side has closed the connection, or ended.
   bool hungUp() const;
   bool peerIsSameUser() const;

@@ -1,5 +1,7 @@
 #include "deepcompile/shm/meaning.h"
 
+#include <algorithm>
+#include <cctype>
 #include <string_view>
 
 #include "deepcompile/base/error.h"
@@ -33,6 +35,15 @@ std::string_view name(Kind kind) {
   return "an unknown operation";
 }
 
+// Callers may write a word into a tag (comm/shm_tensors.h does).
+std::string textOfTag(std::uint64_t tag) {
+  std::string word(reinterpret_cast<const char*>(&tag), sizeof(tag));
+  word.resize(std::min(word.find('\0'), word.size()));
+  const bool readable =
+      std::all_of(word.begin(), word.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+  return readable && word.size() > 1 && (tag >> (8 * word.size() - 1) >> 1) == 0 ? word : concat("tag ", tag);
+}
+
 }  // namespace
 
 std::string text(const Meaning& meaning) {
@@ -46,7 +57,7 @@ std::string text(const Meaning& meaning) {
     out += concat(", root ", meaning.root);
   }
   if (meaning.tag != 0) {
-    out += concat(", tag ", meaning.tag);
+    out += concat(", ", textOfTag(meaning.tag));
   }
   return out + ")";
 }

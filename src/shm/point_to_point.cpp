@@ -77,14 +77,6 @@ class Ring {
 
 std::int64_t padded(std::int64_t bytes) { return (bytes + 31) / 32 * 32; }
 
-struct Request {
-  Run data;
-  int peer = 0;  // kAnySource: not known yet
-  std::uint64_t tag = 0;
-  Messenger::Done done;
-  Clock::time_point asked = Clock::now();
-};
-
 // A message that came before anyone asked for it.
 struct Early {
   std::uint64_t tag;
@@ -92,6 +84,14 @@ struct Early {
 };
 
 }  // namespace
+
+struct Messenger::Request {
+  Run data;
+  int peer = 0;  // kAnySource: not known yet
+  std::uint64_t tag = 0;
+  Messenger::Done done;
+  Clock::time_point asked = Clock::now();
+};
 
 // All that is under way. Used by the messenger's thread, except for the lists of new requests.
 class Messenger::Mover {
@@ -350,65 +350,80 @@ class Messenger::Mover {
   std::list<Request> receives_;  // in the order in which they were asked for
 };
 
-Messenger::Messenger(Group& group)
-    : group_(group), timeout_(group.timeout().count()), mover_(std::make_unique<Mover>(group, timeout_)) {}
+// Owned by the messenger and by its thread.
+struct Messenger::State {
+  explicit State(std::shared_ptr<Group> owned)
+      : group(std::move(owned)), timeout(group->timeout().count()), mover(*group, timeout) {}
+  void run();
+
+  const std::shared_ptr<Group> group;
+  std::atomic<std::int64_t> timeout;  // milliseconds
+  std::mutex mutex;
+  std::condition_variable asked;
+  Mover mover;
+  bool stopping = false;
+};
+
+Messenger::Messenger(std::shared_ptr<Group> group) : state_(std::make_shared<State>(std::move(group))) {}
 
 Messenger::~Messenger() {
   {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
   }
-  asked_.notify_all();
-  if (thread_.joinable()) {
+  state_->asked.notify_all();
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else if (thread_.joinable()) {
     thread_.join();
   }
 }
 
+void Messenger::setTimeout(std::chrono::milliseconds timeout) { state_->timeout = timeout.count(); }
+
 void Messenger::send(Run data, int to, std::uint64_t tag, Done done) {
-  check(to >= 0 && to < group_.size(), [&] { return concat("send to rank ", to, " of ", group_.size()); });
-  group_.throwIfPoisoned();
-  const std::lock_guard lock(mutex_);
-  mover_->new_sends.push_back({data, to, tag, std::move(done)});
-  start();
+  check(to >= 0 && to < state_->group->size(),
+        [&] { return concat("send to rank ", to, " of ", state_->group->size()); });
+  ask({data, to, tag, std::move(done)}, true);
 }
 
 void Messenger::receive(Run data, int from, std::uint64_t tag, Done done) {
-  check(from >= kAnySource && from < group_.size(),
-        [&] { return concat("receive from rank ", from, " of ", group_.size()); });
-  group_.throwIfPoisoned();
-  const std::lock_guard lock(mutex_);
-  mover_->new_receives.push_back({data, from, tag, std::move(done)});
-  start();
+  check(from >= kAnySource && from < state_->group->size(),
+        [&] { return concat("receive from rank ", from, " of ", state_->group->size()); });
+  ask({data, from, tag, std::move(done)}, false);
 }
 
-void Messenger::start() {
+void Messenger::ask(Request request, bool sends) {
+  state_->group->throwIfPoisoned();
+  const std::lock_guard lock(state_->mutex);
+  (sends ? state_->mover.new_sends : state_->mover.new_receives).push_back(std::move(request));
   if (!thread_.joinable()) {
-    thread_ = std::thread([this] { run(); });
+    thread_ = std::thread([state = state_] { state->run(); });
   }
-  asked_.notify_all();
+  state_->asked.notify_all();
 }
 
-void Messenger::run() {
+void Messenger::State::run() {
   auto last_move = Clock::now();
   auto last_look = last_move;
   for (;;) {
     {
-      std::unique_lock lock(mutex_);
-      mover_->take();
-      if (stopping_) {
+      std::unique_lock lock(mutex);
+      mover.take();
+      if (stopping) {
         lock.unlock();
-        mover_->failAll(
-            std::make_exception_ptr(Error(concat("the shared-memory group '", group_.name(), "' was closed"))));
+        mover.failAll(
+            std::make_exception_ptr(Error(concat("the shared-memory group '", group->name(), "' was closed"))));
         return;
       }
-      if (mover_->idle()) {
-        asked_.wait(lock, [&] { return stopping_ || !mover_->new_sends.empty() || !mover_->new_receives.empty(); });
+      if (mover.idle()) {
+        asked.wait(lock, [&] { return stopping || !mover.new_sends.empty() || !mover.new_receives.empty(); });
         last_move = last_look = Clock::now();
         continue;
       }
     }
     try {
-      const bool moved = mover_->progress();
+      const bool moved = mover.progress();
       const auto now = Clock::now();
       if (moved) {
         last_move = now;
@@ -416,25 +431,25 @@ void Messenger::run() {
       }
       if (now - last_look > std::chrono::milliseconds(5)) {
         last_look = now;
-        group_.throwIfPoisoned();
-        if (const auto why = mover_->hopeless(); why && !mover_->progress()) {
+        group->throwIfPoisoned();
+        if (const auto why = mover.hopeless(); why && !mover.progress()) {
           fail(*why);
         }
       }
       // A mailbox has many readers' worth of news; while nothing moves, look at longer and longer intervals.
       const auto quiet = now - last_move;
-      if (quiet > group_.patience().spin + group_.patience().yield) {
-        std::unique_lock lock(mutex_);
-        asked_.wait_for(
+      if (quiet > group->patience().spin + group->patience().yield) {
+        std::unique_lock lock(mutex);
+        asked.wait_for(
             lock, std::clamp<Clock::duration>(quiet / 4, std::chrono::microseconds(20), std::chrono::milliseconds(2)));
-      } else if (quiet > group_.patience().spin) {
+      } else if (quiet > group->patience().spin) {
         std::this_thread::yield();
       } else {
         relax();
       }
     } catch (const std::exception& error) {
-      group_.poison(error.what());
-      mover_->failAll(std::current_exception());
+      group->poison(error.what());
+      mover.failAll(std::current_exception());
     }
   }
 }

@@ -28,15 +28,17 @@ class Messenger {
   // Called on the messenger's thread, once: with the error, or none and the rank that sent.
   using Done = std::function<void(std::exception_ptr error, int source)>;
 
-  // The group must outlive it. Messages have the deadline that the group has now, whatever single collectives are
-  // given.
-  explicit Messenger(Group& group);
-  // What has not been moved yet ends with an error.
+  // Messages have the deadline that the group has now, whatever single collectives are given.
+  explicit Messenger(std::shared_ptr<Group> group);
+  // The same for a group that outlives it, and whose messenger no callback ends.
+  explicit Messenger(Group& group) : Messenger(std::shared_ptr<Group>(std::shared_ptr<void>(), &group)) {}
+  // What has not been moved yet ends with an error: before this returns, or, where a callback ends its own messenger,
+  // after that callback.
   ~Messenger();
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
-  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout.count(); }
+  void setTimeout(std::chrono::milliseconds timeout);
 
   // The memory must stay as it is until `done` is called. A message and the receive that matches it have the same size.
   void send(Run data, int to, std::uint64_t tag, Done done);
@@ -44,16 +46,12 @@ class Messenger {
 
  private:
   class Mover;
-  void start();
-  void run();
+  struct Request;
+  struct State;
+  void ask(Request request, bool sends);
 
-  Group& group_;
-  std::atomic<std::int64_t> timeout_;  // milliseconds
-  std::mutex mutex_;
-  std::condition_variable asked_;
-  std::unique_ptr<Mover> mover_;
-  bool stopping_ = false;
-  std::thread thread_;
+  const std::shared_ptr<State> state_;  // the thread's, too
+  std::thread thread_;                  // under the state's mutex; started for the first message
 };
 
 }  // namespace dc::shm

@@ -63,10 +63,7 @@ void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, s
       c = Lanes::combine(op, c, Lanes::load(next + 2 * kStep));
       d = Lanes::combine(op, d, Lanes::load(next + 3 * kStep));
     }
-    const auto x = Lanes::finish(op, a);
-    const auto y = Lanes::finish(op, b);
-    const auto z = Lanes::finish(op, c);
-    const auto w = Lanes::finish(op, d);
+    const auto [x, y, z, w] = finishFour<Lanes>(op, Four{a, b, c, d});
     for (std::byte* output : outputs) {
       std::byte* to = output + at;
       if (streaming) {

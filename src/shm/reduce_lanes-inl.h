@@ -6,6 +6,7 @@
 //   load      that to a Vector, which is what is accumulated
 //   combine   an Op applied to two Vectors
 //   finish    the end of the Op, and back to a vector of Memory
+//   finishFour  the same of four, for kinds that gain from seeing them together
 
 // Not a #pragma once: each target includes the file again.
 #if defined(DC_SHM_REDUCE_LANES_INL_H) == defined(HWY_TARGET_TOGGLE)
@@ -47,18 +48,19 @@ struct Sum {
   static HWY_INLINE V combine(V total, V next) {
     return hn::Add(total, next);
   }
+  // What is left to do when all inputs are combined.
   template <typename V>
-  HWY_INLINE V finish(V total) const {
-    return withPlainNaN(total);
+  HWY_INLINE V scale(V total) const {
+    return total;
   }
 };
 
 struct Average : Sum {
   explicit Average(std::size_t inputs) : count(static_cast<double>(inputs)) {}
   template <typename V>
-  HWY_INLINE V finish(V total) const {
+  HWY_INLINE V scale(V total) const {
     const hn::DFromV<V> d;
-    return withPlainNaN(hn::Div(total, hn::Set(d, static_cast<LaneOf<V>>(count))));
+    return hn::Div(total, hn::Set(d, static_cast<LaneOf<V>>(count)));
   }
   double count;
 };
@@ -67,9 +69,9 @@ struct Average : Sum {
 struct AverageOfPowerOfTwo : Sum {
   explicit AverageOfPowerOfTwo(std::size_t inputs) : inverse(1.0 / static_cast<double>(inputs)) {}
   template <typename V>
-  HWY_INLINE V finish(V total) const {
+  HWY_INLINE V scale(V total) const {
     const hn::DFromV<V> d;
-    return withPlainNaN(hn::Mul(total, hn::Set(d, static_cast<LaneOf<V>>(inverse))));
+    return hn::Mul(total, hn::Set(d, static_cast<LaneOf<V>>(inverse)));
   }
   double inverse;
 };
@@ -137,6 +139,26 @@ struct Xor : Sum {
   }
 };
 
+// ---- Four at a time ----
+
+template <typename V>
+struct Four {
+  V a, b, c, d;
+};
+
+template <typename Lanes>
+concept FinishesFour = requires { Lanes::kFinishesFour; };
+
+template <typename Lanes, typename Op, typename V>
+HWY_INLINE auto finishFour(const Op& op, const Four<V>& totals) {
+  if constexpr (FinishesFour<Lanes>) {
+    return Lanes::finishFour(op, totals);
+  } else {
+    return Four{Lanes::finish(op, totals.a), Lanes::finish(op, totals.b), Lanes::finish(op, totals.c),
+                Lanes::finish(op, totals.d)};
+  }
+}
+
 // ---- Elements that accumulate as they are ----
 
 template <typename T>
@@ -158,7 +180,7 @@ struct PlainLanes {
   }
   template <typename Op>
   static HWY_INLINE Vector finish(const Op& op, Vector total) {
-    return op.finish(total);
+    return withPlainNaN(op.scale(total));
   }
 };
 
@@ -190,15 +212,24 @@ struct BFloat16Format {
     return hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(WordTag(), 0x7FFF))));
   }
 #if HWY_TARGET != HWY_SCALAR
-  // The same for both at once. The average, (a + b + 1) / 2 without overflow, has the carry as its top bit.
+  // The same for both at once.
   static HWY_INLINE Words packed(Floats low, Floats high) {
     const hn::Repartition<std::uint16_t, WordTag> d;
     const Words l = hn::BitCast(WordTag(), low);
     const Words h = hn::BitCast(WordTag(), high);
     const auto upper = hn::OddEven(hn::BitCast(d, h), hn::BitCast(d, hn::ShiftRight<16>(l)));
     const auto lower = hn::OddEven(hn::BitCast(d, hn::ShiftLeft<16>(h)), hn::BitCast(d, l));
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+    // Comparisons of unsigned words and additions under a mask are one instruction each: up from more than half of the
+    // last place, or from half of it where the last bit is odd.
+    const auto rest = hn::Or(hn::And(upper, hn::Set(d, 1)), lower);
+    const auto up = hn::Gt(rest, hn::Set(d, 0x8000));
+    return hn::BitCast(WordTag(), hn::IfThenElse(up, hn::Add(upper, hn::Set(d, 1)), upper));
+#else
+    // The average, (a + b + 1) / 2 without overflow, has the carry as its top bit.
     const auto added = hn::Or(hn::And(upper, hn::Set(d, 1)), hn::Set(d, 0x7FFE));
     return hn::BitCast(WordTag(), hn::Add(upper, hn::ShiftRight<15>(hn::AverageRound(lower, added))));
+#endif
   }
 #endif
 };
@@ -269,7 +300,7 @@ struct HalfLanes {
   }
   template <typename Op>
   static HWY_INLINE Memory::Vector finish(const Op& op, Vector total) {
-    return hn::Set(Memory::D(), static_cast<std::uint16_t>(hn::GetLane(Format::toLow(op.finish(total)))));
+    return hn::Set(Memory::D(), static_cast<std::uint16_t>(hn::GetLane(Format::toLow(withPlainNaN(op.scale(total))))));
   }
 };
 
@@ -292,7 +323,7 @@ struct PairOfFloats {
 
 // They hold the elements at even and at odd places, so that none has to leave its 32-bit word.
 template <typename Format>
-struct HalfLanes : PairOfFloats {
+struct HalfLanesInWords : PairOfFloats {
   using Memory = PlainLanes<std::uint32_t>;
 
   static HWY_INLINE Vector load(const std::byte* from) {
@@ -301,8 +332,43 @@ struct HalfLanes : PairOfFloats {
   }
   template <typename Op>
   static HWY_INLINE Words finish(const Op& op, Vector total) {
-    return Format::packed(op.finish(total.first), op.finish(total.second));
+    return Format::packed(withPlainNaN(op.scale(total.first)), withPlainNaN(op.scale(total.second)));
   }
+};
+
+template <typename Format>
+struct HalfLanes : HalfLanesInWords<Format> {};
+
+// bfloat16 is bound by the instructions that convert it. NaNs are rare, so eight vectors are asked at once whether one
+// of them holds any.
+template <>
+struct HalfLanes<BFloat16Format> : HalfLanesInWords<BFloat16Format> {
+  static constexpr bool kFinishesFour = true;
+
+  template <typename Op>
+  static HWY_INLINE Four<Words> finishFour(const Op& op, const Four<Vector>& totals) {
+    const Four<Vector> v = {scaled(op, totals.a), scaled(op, totals.b), scaled(op, totals.c), scaled(op, totals.d)};
+    const auto odd = hn::Or(hn::Or(hasNaN(v.a), hasNaN(v.b)), hn::Or(hasNaN(v.c), hasNaN(v.d)));
+    if (HWY_UNLIKELY(!hn::AllFalse(FloatTag(), odd))) {
+      return {finish(op, totals.a), finish(op, totals.b), finish(op, totals.c), finish(op, totals.d)};
+    }
+    return {packed(v.a), packed(v.b), packed(v.c), packed(v.d)};
+  }
+
+ private:
+  template <typename Op>
+  static HWY_INLINE Vector scaled(const Op& op, const Vector& v) {
+    return {op.scale(v.first), op.scale(v.second)};
+  }
+  // Where one of the two is a NaN.
+  static HWY_INLINE hn::Mask<FloatTag> hasNaN(const Vector& v) {
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+    return {_mm512_cmp_ps_mask(v.first.raw, v.second.raw, _CMP_UNORD_Q)};  // Highway asks one vector at a time
+#else
+    return hn::Or(hn::IsNaN(v.first), hn::IsNaN(v.second));
+#endif
+  }
+  static HWY_INLINE Words packed(const Vector& v) { return BFloat16Format::packed(v.first, v.second); }
 };
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
@@ -320,7 +386,8 @@ struct HalfLanes<Float16Format> : PairOfFloats {
   }
   template <typename Op>
   static HWY_INLINE Memory::Vector finish(const Op& op, Vector total) {
-    return hn::Combine(Memory::D(), demoted(op.finish(total.second)), demoted(op.finish(total.first)));
+    return hn::Combine(Memory::D(), demoted(withPlainNaN(op.scale(total.second))),
+                       demoted(withPlainNaN(op.scale(total.first))));
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -21,6 +22,15 @@ std::string mebibytes(std::int64_t bytes) { return concat(bytes, " bytes (", (by
   fail("cannot reserve ", mebibytes(bytes), " of shared memory for ", purpose, ": ", why, "; ",
        mebibytes(availableMemory()),
        " are available. Free memory, raise the limit, or use fewer ranks or smaller slots");
+}
+
+std::string addressLimit() {
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return "";
+  }
+  return concat(" (the address space of the process is limited to ",
+                mebibytes(static_cast<std::int64_t>(limit.rlim_cur)), ": see ulimit -v)");
 }
 
 // A number in a file of /proc or /sys; the largest number where there is none or it says "max".
@@ -48,14 +58,14 @@ Descriptor makeFile(const std::string& purpose, std::int64_t bytes) {
   Descriptor fd(
       ::memfd_create(concat("deepcompile ", purpose).substr(0, 200).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) {
-    fail("cannot create shared memory for ", purpose, ": ", std::strerror(errno));
+    throw Unavailable(concat("cannot create shared memory for ", purpose, ": ", std::strerror(errno)));
   }
   if (::ftruncate(fd.get(), bytes) != 0) {
     tooLittle(purpose, bytes, std::strerror(errno));
   }
   // Nobody who holds the descriptor can shrink the memory under another's feet.
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    fail("cannot seal shared memory for ", purpose, ": ", std::strerror(errno));
+    throw Unavailable(concat("cannot seal shared memory for ", purpose, ": ", std::strerror(errno)));
   }
   return fd;
 }
@@ -96,7 +106,8 @@ Segment::Segment(std::string purpose, Descriptor descriptor, std::int64_t size, 
   const int flags = MAP_SHARED | (populated ? MAP_POPULATE : MAP_NORESERVE);
   void* address = ::mmap(nullptr, static_cast<std::size_t>(size), PROT_READ | PROT_WRITE, flags, descriptor_.get(), 0);
   if (address == MAP_FAILED) {
-    fail("cannot map ", mebibytes(size), " of shared memory for ", purpose_, ": ", std::strerror(errno));
+    throw Unavailable(concat("cannot map ", mebibytes(size), " of shared memory for ", purpose_, ": ",
+                             std::strerror(errno), addressLimit()));
   }
   data_ = static_cast<std::byte*>(address);
   if (!populated) {
@@ -138,7 +149,9 @@ Segment Segment::map(Descriptor descriptor) {
   }
   const int seals = ::fcntl(descriptor.get(), F_GET_SEALS);
   check(seals >= 0 && (seals & F_SEAL_SHRINK) != 0, "a peer handed over shared memory that it could still shrink");
-  return Segment("a peer", std::move(descriptor), status.st_size, false);
+  Segment segment("a peer", std::move(descriptor), status.st_size, false);
+  segment.closeDescriptor();
+  return segment;
 }
 
 void Segment::populate(std::int64_t begin, std::int64_t bytes) {

@@ -6,9 +6,17 @@
 #include <cstdint>
 #include <string>
 
+#include "deepcompile/base/error.h"
 #include "deepcompile/shm/descriptor.h"
 
 namespace dc::shm {
+
+// The system refuses this process shared memory as such (a filter of system calls, a limit of its address space). The
+// ranks can go on without it.
+class Unavailable : public Error {
+ public:
+  using Error::Error;
+};
 
 class Segment {
  public:
@@ -17,7 +25,7 @@ class Segment {
   static Segment reserve(const std::string& purpose, std::int64_t bytes);
   // Address space without memory; pages come with `populate`.
   static Segment sparse(const std::string& purpose, std::int64_t bytes);
-  // The memory behind a descriptor that another process handed over.
+  // The memory behind a descriptor that another process handed over. The descriptor is closed: the mapping needs none.
   static Segment map(Descriptor descriptor);
 
   Segment() = default;
@@ -28,6 +36,8 @@ class Segment {
   std::byte* data() const { return data_; }
   std::int64_t size() const { return size_; }
   int descriptor() const { return descriptor_.get(); }
+  // For segments that are handed to nobody any more.
+  void closeDescriptor() { descriptor_ = Descriptor(); }
 
   // Makes the pages of [begin, begin + bytes) exist; throws when there is not enough memory. For sparse segments.
   void populate(std::int64_t begin, std::int64_t bytes);

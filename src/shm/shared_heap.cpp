@@ -6,6 +6,7 @@
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/shm/layout.h"
+#include "deepcompile/shm/random_hex.h"
 
 namespace dc::shm {
 namespace {
@@ -18,18 +19,35 @@ std::int64_t roundUp(std::int64_t bytes, std::int64_t unit) { return (bytes + un
 
 }  // namespace
 
-std::shared_ptr<SharedHeap> SharedHeap::ofProcess() {
-  static std::mutex mutex;
-  static std::shared_ptr<SharedHeap> heap;
-  const std::lock_guard lock(mutex);
-  if (!heap || heap->owner_ != ::getpid()) {
-    const std::int64_t memory = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
-    heap = std::make_shared<SharedHeap>(roundUp(memory, kGrowth));
+struct SharedHeap::OfProcess {
+  std::mutex mutex;
+  std::shared_ptr<SharedHeap> heap;
+
+  static OfProcess& instance() {
+    static auto* instance = new OfProcess;  // tensors may outlive static objects
+    return *instance;
   }
-  return heap;
+  bool made() const { return heap && heap->owner_ == ::getpid(); }
+};
+
+std::shared_ptr<SharedHeap> SharedHeap::ofProcess() {
+  OfProcess& process = OfProcess::instance();
+  const std::lock_guard lock(process.mutex);
+  if (!process.made()) {
+    const std::int64_t memory = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+    process.heap = std::make_shared<SharedHeap>(roundUp(memory, kGrowth));
+  }
+  return process.heap;
 }
 
-SharedHeap::SharedHeap(std::int64_t capacity) : segment_(Segment::sparse("tensors", capacity)), owner_(::getpid()) {}
+std::shared_ptr<SharedHeap> SharedHeap::ofProcessIfAny() {
+  OfProcess& process = OfProcess::instance();
+  const std::lock_guard lock(process.mutex);
+  return process.made() ? process.heap : nullptr;
+}
+
+SharedHeap::SharedHeap(std::int64_t capacity)
+    : segment_(Segment::sparse("tensors", capacity)), id_(randomHex()), owner_(::getpid()) {}
 
 std::byte* SharedHeap::allocate(std::int64_t bytes) {
   check(bytes >= 0, "an allocation needs a size of zero or more bytes");

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 
 #include "deepcompile/shm/segment.h"
 
@@ -21,6 +22,9 @@ class SharedHeap {
  public:
   // The heap of this process; a forked child gets one of its own.
   static std::shared_ptr<SharedHeap> ofProcess();
+
+  // The same where it has been made already, or nothing.
+  static std::shared_ptr<SharedHeap> ofProcessIfAny();
 
   // `capacity` is address space; memory is taken as it is allocated.
   explicit SharedHeap(std::int64_t capacity);
@@ -37,6 +41,8 @@ class SharedHeap {
     return offset >= 0 && offset + bytes <= segment_.size() ? offset : -1;
   }
 
+  // Tells this heap from every other.
+  const std::string& id() const { return id_; }
   std::byte* base() const { return segment_.data(); }
   int descriptor() const { return segment_.descriptor(); }
   std::int64_t capacity() const { return segment_.size(); }
@@ -44,9 +50,11 @@ class SharedHeap {
   std::int64_t populated() const;  // bytes of memory that the heap holds
 
  private:
+  struct OfProcess;
   void release(std::int64_t begin, std::int64_t bytes);
 
   Segment segment_;
+  const std::string id_;
   const pid_t owner_;
   mutable std::mutex mutex_;
   std::map<std::int64_t, std::int64_t> free_;  // begin -> bytes, below end_, never adjacent

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "deepcompile/base/environment.h"
+#include "deepcompile/base/error.h"
 #include "deepcompile/shm/collectives.h"
 #include "deepcompile/shm/group.h"
 
@@ -134,6 +135,14 @@ void applyEnvironment(Group& group, Tuning& tuning) {
 std::int64_t defaultStreamingBytes() {
   const std::int64_t last_cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
   return std::max<std::int64_t>(last_cache / 4, 4 << 20);
+}
+
+void checkTuning(const Tuning& tuning) {
+  check(tuning.chunk_bytes >= kLine && tuning.one_step_bytes >= 0 && tuning.streaming_bytes >= 0, [&] {
+    return concat("thresholds of a shared-memory group: chunks of ", tuning.chunk_bytes, " bytes (at least ", kLine,
+                  "), one step up to ", tuning.one_step_bytes, " and streaming from ", tuning.streaming_bytes,
+                  " (at least 0)");
+  });
 }
 
 Tuning measureTuning(Group& group) {

@@ -14,7 +14,7 @@ struct Tuning {
   // An all-reduce of up to so many bytes is done in one step: every rank reads and reduces everything. Longer messages
   // also spend a turn to learn whether all ranks' tensors lie in shared memory.
   std::int64_t one_step_bytes = 16 << 10;
-  // What a rank stages in one turn of a longer collective. At most the size of a slot.
+  // What a rank stages in one turn of a longer collective. At least a line (kLine), at most the size of a slot.
   std::int64_t chunk_bytes = 256 << 10;
   // Results of at least so many bytes are written past the caches. May differ between ranks.
   std::int64_t streaming_bytes = defaultStreamingBytes();
@@ -25,6 +25,9 @@ struct Tuning {
 
   bool operator==(const Tuning&) const = default;
 };
+
+// Throws where a size makes no sense.
+void checkTuning(const Tuning& tuning);
 
 class Group;
 

@@ -9,6 +9,7 @@
 #include <bit>
 #include <climits>
 #include <ctime>
+#include <utility>
 
 namespace dc::shm {
 namespace {
@@ -50,7 +51,18 @@ class Sleeper {
   std::atomic<int>& sleepers_;
 };
 
+thread_local LongWait* long_wait = nullptr;
+
 }  // namespace
+
+LongWait::LongWait(Told told, void* context) : told_(told), context_(context) { long_wait = this; }
+LongWait::~LongWait() { long_wait = nullptr; }
+
+void LongWait::begins() {
+  if (long_wait != nullptr && long_wait->told_ != nullptr) {
+    std::exchange(long_wait->told_, nullptr)(long_wait->context_);
+  }
+}
 
 Patience Patience::forRanks(int ranks) {
   cpu_set_t set;
@@ -73,6 +85,7 @@ void awaitAtLeast(const std::atomic<std::uint64_t>& word, std::uint64_t least, s
     }
     relax();
   }
+  LongWait::begins();
   const auto started = Clock::now();
   for (auto now = started; now - started < patience.spin; now = Clock::now()) {
     for (int spin = 0; spin < kSpinsPerLook; ++spin) {

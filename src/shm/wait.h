@@ -28,6 +28,24 @@ inline void relax() {
 #endif
 }
 
+// While it lives, a wait of this thread that takes longer than a moment calls `told` first, once: the thread may let go
+// of what others need meanwhile (the lock of an interpreter). One at a time for a thread.
+class LongWait {
+ public:
+  using Told = void (*)(void* context);
+  LongWait(Told told, void* context);
+  ~LongWait();
+  LongWait(const LongWait&) = delete;
+  LongWait& operator=(const LongWait&) = delete;
+
+  // Called by waits.
+  static void begins();
+
+ private:
+  Told told_;
+  void* context_;
+};
+
 // Looks after the group's health while a wait lasts.
 class Watch {
  public:

@@ -18,6 +18,7 @@ dc_test_by_file(
   runtime/stream_test.cpp
   runtime/tensor_offload_test.cpp
   runtime/tensor_text_test.cpp
+  runtime/watchdog_test.cpp
   runtime/z1_executor_test.cpp
   runtime/z3_executor_failure_test.cpp
   runtime/z3_executor_test.cpp)

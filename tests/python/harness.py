@@ -19,10 +19,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# These tests are about CPU tensors, and a server that has touched a GPU cannot fork processes that use one.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+#: Where the ranks' tensors are made: "cpu", or "cuda" (make test-cuda), where all ranks share the first GPU.
+DEVICE = os.environ.get("DEEPCOMPILE_TEST_DEVICE", "cpu")
+
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"])
+# A server that has looked for a GPU, as parts of the compiler do when they are loaded, cannot fork processes that use one.
+_context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"] if DEVICE == "cpu" else ["torch"])
 
 
 class RankFailed(AssertionError):
@@ -44,6 +48,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.set_default_device(DEVICE)
     torch.manual_seed(0)
     try:
         store = dist.FileStore(store_path, world)
@@ -56,6 +61,7 @@ def _rank_main(
         deepcompile.dc.cleanup()
         with contextlib.suppress(Exception):  # a test may have taken the group down itself
             dist.destroy_process_group()
+        value = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
         result.send_bytes(pickle.dumps(("ok", value)))
     except BaseException:
         result.send_bytes(pickle.dumps(("error", traceback.format_exc())))

@@ -126,7 +126,7 @@ class Run:
             return MODELS[self.model](**self.options)
 
     def batch(self, rank: int, step: int, micro: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100_000 * step + 100 * micro + rank)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(100_000 * step + 100 * micro + rank)
         return MODELS[self.model].batch(generator)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -143,7 +143,9 @@ def train_unsharded(
     model = run.make()
     call = forward(model) if forward else model
     optimizer = run.optimizer(model.parameters())
-    random_states = [torch.Generator().manual_seed(1000 + rank).get_state() for rank in range(world)]
+    random_states = [
+        torch.Generator(torch.get_default_device()).manual_seed(1000 + rank).get_state() for rank in range(world)
+    ]
     buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in range(world)]
     losses: list[list[float]] = [[] for _ in range(world)]
     trainable = [param for param in model.parameters() if param.requires_grad]

@@ -31,7 +31,7 @@ class Setup:
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Uneven shapes, an empty one, a scalar, a frozen one, a tied one (``embed``, used twice) and one of another dtype."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * 0.3).to(dtype)
@@ -68,7 +68,7 @@ def read_dtype(read) -> torch.dtype:
 
 
 def batch(rank: int, step: int, micro: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + 10 * micro + rank)
     return torch.randint(0, 11, (4,), generator=generator)
 
 

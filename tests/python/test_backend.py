@@ -115,7 +115,7 @@ def nothing_saved(rank: int, world: int) -> None:
     saved: list[tuple[int, ...]] = []
     compiled = torch.compile(model, backend="deepcompile")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        loss = compiled(Llama.batch(torch.Generator()))
+        loss = compiled(Llama.batch(torch.Generator(torch.get_default_device())))
     assert saved and not shapes & set(saved)
     assert sharding_of(model).runtime.stats()["gathered_bytes_live"] == 0
     loss.backward()
@@ -175,9 +175,11 @@ def like_eager(rank: int, world: int, make: type[Llama], backend: str, tolerance
             if step in (2, 4):
                 engine.eval()
                 with torch.no_grad():
-                    losses.append(engine(Llama.batch(torch.Generator().manual_seed(99))).item())
+                    losses.append(
+                        engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(99))).item()
+                    )
                 engine.train()
-            loss = engine(Llama.batch(torch.Generator().manual_seed(10 * step + rank)))
+            loss = engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(10 * step + rank)))
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
@@ -204,7 +206,7 @@ def layers_share_code(rank: int, world: int, sharded: bool) -> int:
         deepcompile.shard(model, config())
     compiled = torch.compile(model, backend=counter)
     for _ in range(2):
-        compiled(Llama.batch(torch.Generator())).backward()
+        compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
     return counter.frame_count
 
 
@@ -223,7 +225,9 @@ def shapes_change(rank: int, world: int, sharded: bool) -> tuple[int, int, list[
     losses = []
     lengths = ((9, 9, 12, 15), (9, 12, 12, 7))[rank]
     for step, length in enumerate(lengths):
-        tokens = torch.randint(0, 31, (2, length), generator=torch.Generator().manual_seed(step + 10 * rank))
+        tokens = torch.randint(
+            0, 31, (2, length), generator=torch.Generator(torch.get_default_device()).manual_seed(step + 10 * rank)
+        )
         loss = compiled(tokens)
         loss.backward()
         losses.append(loss.item())
@@ -263,7 +267,7 @@ def generated(rank: int, world: int) -> tuple[list[str], list[list[str]]]:
     compiled = torch.compile(model, backend="deepcompile")
 
     def step() -> None:
-        compiled(Llama.batch(torch.Generator())).backward()
+        compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
 
     _, codes = run_and_get_code(step)
     plan = sharding_of(model).planner.training_step().plan
@@ -305,7 +309,7 @@ def fused_kernels(rank: int, world: int, sharded: bool) -> list[int]:
     if sharded:
         deepcompile.shard(model, config(3, "inductor"))
     compiled = torch.compile(model, backend="deepcompile" if sharded else "inductor")
-    _, codes = run_and_get_code(lambda: compiled(Llama.batch(torch.Generator())).backward())
+    _, codes = run_and_get_code(lambda: compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward())
     return [len(re.findall(r"^ +cpp_fused\w*\(", code, re.M)) for code in codes]
 
 

@@ -39,7 +39,7 @@ def train(engine: deepcompile.Engine, first: int, last: int) -> list[float]:
     """The same batch on every rank, so that the number of ranks does not matter."""
     losses = []
     for step in range(first, last):
-        loss = engine(Llama.batch(torch.Generator().manual_seed(step)))
+        loss = engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(step)))
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -114,7 +114,7 @@ def several(rank: int, world: int, folder: str) -> None:
     other = deepcompile.initialize(nn.Linear(3, 3), None, {"compile": False})
     with pytest.raises(CheckpointError, match=r"belongs to another model: parameter 'weight' is missing there"):
         other.load_checkpoint(folder)
-    engine.backward(engine(Llama.batch(torch.Generator())))
+    engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()))))
     engine.step()
     with pytest.raises(RuntimeError, match="save after the step that ends it"):
         engine.save_checkpoint(folder)

@@ -24,7 +24,7 @@ def engine_of(stage: int = 3, make=Llama, **more) -> deepcompile.Engine:
 
 
 def batch(seed: int = 0) -> torch.Tensor:
-    return Llama.batch(torch.Generator().manual_seed(seed))
+    return Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(seed))
 
 
 def half_precision(rank: int, world: int, stage: int, kind: str) -> tuple[list[float], dict]:
@@ -299,7 +299,7 @@ def test_data_that_ends_earlier_on_one_rank_is_an_error_on_the_other_and_not_a_h
 def two_engines(rank: int, world: int) -> None:
     first, second = engine_of(3), engine_of(1, make=MLP)
     for step in range(2):
-        x = MLP.batch(torch.Generator().manual_seed(step))
+        x = MLP.batch(torch.Generator(torch.get_default_device()).manual_seed(step))
         first.backward(first(batch(step)))
         second.backward(second(x))
         second.step()

@@ -7,10 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.proxy_tensor
+import torch.utils._python_dispatch
 
 import deepcompile
 import harness
@@ -104,6 +108,146 @@ def traced(rank: int, world: int, backend: str) -> None:
         assert torch.equal(dynamic(torch.ones(size)), torch.full((size,), world + 1.0))
 
 
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """The operators that go through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def called_directly(rank: int, world: int) -> None:
+    """deepcompile.comm.inference_all_reduce is the operator, whoever looks at it, and faster where nobody does."""
+    torch.set_default_device(None)  # of the harness; it is a mode that sees every function of torch
+    reduce = deepcompile.comm.inference_all_reduce
+    total = world * (world + 1) / 2
+
+    def mine() -> torch.Tensor:
+        return torch.full((3, 4), rank + 1.0)
+
+    expected = torch.full((3, 4), total)
+    tensor = mine()
+    assert reduce(tensor) is tensor and torch.equal(tensor, expected)  # sets the ranks up by itself
+    with torch.profiler.profile(acc_events=True) as profile:
+        assert torch.equal(reduce(mine()), expected)
+    assert any("inference_all_reduce_" in event.name for event in profile.events())
+
+    calls = []
+
+    def noted(*arguments, **keywords):
+        calls.append(arguments)
+        return deepcompile.comm._by_operator(*arguments, **keywords)
+
+    deepcompile._inference.serve_otherwise(noted)
+    for size in (0, 1, 256, 40_000):  # the last one lets go of the interpreter at once
+        tensor = torch.full((size,), rank + 1.0)
+        version = tensor._version
+        assert reduce(tensor) is tensor and torch.equal(tensor, torch.full((size,), total)) and tensor._version > version
+    with torch.inference_mode():
+        assert torch.equal(reduce(mine()), expected)
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert torch.equal(reduce(mine()), expected)
+    assert not calls
+
+    # The operator sees to everything else.
+    strided = mine().t()
+    assert reduce(strided) is strided and torch.equal(strided, expected.t())
+    complex_one = mine().to(torch.complex64)
+    assert torch.equal(reduce(complex_one), expected.to(torch.complex64))
+    assert torch.equal(reduce(tensor=mine()), expected) and torch.equal(reduce(mine(), dist.ReduceOp.SUM), expected)
+    assert torch.equal(reduce(mine(), group=dist.group.WORLD), expected)
+    trained = mine().requires_grad_()
+    with torch.no_grad():
+        reduce(trained)
+    assert torch.equal(trained.detach(), expected)
+    with Seen() as seen:
+        assert torch.equal(reduce(mine()), expected)
+    assert "deepspeed::inference_all_reduce_" in seen.names
+    marked = mine().as_subclass(Marked)
+    reduce(marked)
+    assert torch.equal(marked.as_subclass(torch.Tensor), expected) and any("inference" in name for name in Marked.seen)
+    with torch.device("cpu"):
+        assert torch.equal(reduce(mine()), expected)
+    assert len(calls) == 9, len(calls)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(mine())
+        assert reduce(fake) is fake
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda x: reduce(x.clone()) + 1)(mine())
+    assert any("inference_all_reduce" in str(node.target) for node in traced.graph.nodes)
+    assert torch.equal(traced(mine()), expected + 1)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        reduce(torch.ones(1).expand(4))
+    with pytest.raises((TypeError, AttributeError)):
+        reduce([1.0])
+    # A group that has been replaced is not used, though somebody still holds it.
+    held = dist.group.WORLD
+    dist.destroy_process_group()
+    before = len(calls)
+    reduce(torch.zeros(1))
+    assert held is not None and len(calls) == before + 1
+
+
+def waits_without_the_interpreter(rank: int, world: int) -> None:
+    """A call that waits for another rank lets this one's other threads run."""
+    torch.set_default_device(None)  # a mode that sees every function of torch
+    deepcompile.init_distributed()
+    deepcompile.comm.inference_all_reduce(torch.ones(3))
+    if rank == 0:
+        counted = 0
+        done = threading.Event()
+
+        def count() -> None:
+            nonlocal counted
+            while not done.is_set():
+                counted += 1
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        deepcompile.comm.inference_all_reduce(torch.ones(3))
+        during = counted
+        done.set()
+        thread.join()
+        assert during > 20, during
+    else:
+        time.sleep(0.5)  # the peer is to wait
+        deepcompile.comm.inference_all_reduce(torch.ones(3))
+
+
+def compiled_call(rank: int, world: int) -> None:
+    deepcompile.init_distributed()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        deepcompile.comm.inference_all_reduce(x)
+        return deepcompile.comm.inference_all_reduce(x + 1) * 2
+
+    mine = torch.full((3, 4), rank + 1.0)
+    eager = step(mine)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    assert torch.equal(torch.compile(step, backend=keep, fullgraph=True)(mine), eager)
+    assert sum("inference_all_reduce" in str(node.target) for node in graphs[0].graph.nodes) == 2
+    assert torch.equal(torch.compile(step, fullgraph=True)(mine), eager)
+
+
 def initialize_alone(rank: int, world: int, port: str) -> None:
     """Without a process group, from the environment."""
     dist.destroy_process_group()
@@ -172,6 +316,18 @@ def test_the_documented_examples_run():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_sums_in_the_callers_tensor_whatever_its_strides(world):
     harness.run_ranks(world, sums)
+
+
+def test_the_direct_call_is_the_operator_whoever_looks_at_it():
+    harness.run_ranks(2, called_directly)
+
+
+def test_a_direct_call_that_waits_lets_other_threads_run():
+    harness.run_ranks(2, waits_without_the_interpreter)
+
+
+def test_the_direct_call_traces_as_the_operator():
+    harness.run_ranks(2, compiled_call)
 
 
 def test_types_that_shared_memory_lacks_go_through_the_process_group():

@@ -72,12 +72,16 @@ def recurrent(rank: int, world: int) -> None:
     model = seeded(Odd)
     reference = copy.deepcopy(model)
     deepcompile.shard(model, config())
-    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(2, 5, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     for _ in range(3):
         total = torch.zeros(())
         for r in range(world):
-            total = total + reference(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(r))) / world
+            total = (
+                total
+                + reference(torch.randn(2, 5, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(r)))
+                / world
+            )
         total.backward()
         model(x).backward()
         for optimizer in optimizers:
@@ -107,7 +111,10 @@ def plain_loop(rank: int, world: int, stage: int) -> None:
     optimizer, reference_optimizer = optimizer_of(model), optimizer_of(reference)
     for step in range(4):
         for micro in range(2):
-            batches = [Llama.batch(torch.Generator().manual_seed(100 * step + 10 * micro + r)) for r in range(world)]
+            batches = [
+                Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(100 * step + 10 * micro + r))
+                for r in range(world)
+            ]
             (sum(reference(batch) for batch in batches) / world).backward()
             loss = model(batches[rank])
             loss.backward()
@@ -133,7 +140,7 @@ def norms(rank: int, world: int) -> None:
 
     model, reference = seeded(Llama), seeded(Llama)
     deepcompile.shard(model, config())
-    batch = Llama.batch(torch.Generator().manual_seed(0))
+    batch = Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
     model(batch).backward()
     reference(batch).backward()
     plain = nn.Linear(3, 3)
@@ -158,7 +165,7 @@ def scaled(rank: int, world: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = deepcompile.full_state_dict(model)
-    scaler.scale(model(Llama.batch(torch.Generator()))).backward()
+    scaler.scale(model(Llama.batch(torch.Generator(torch.get_default_device())))).backward()
     if rank == 1:
         next(model.parameters()).grad[0] = float("inf")  # one rank overflows: all must skip
     scaler.step(optimizer)
@@ -188,8 +195,8 @@ def changes_in_place(rank: int, world: int, stage: int) -> None:
 
     hook = model.norm.register_forward_hook(doubles)
     with pytest.raises(RuntimeError, match="parameter 'norm.weight' .* is sharded: .*full_params"):
-        model(Llama.batch(torch.Generator()))
-        model(Llama.batch(torch.Generator()))
+        model(Llama.batch(torch.Generator(torch.get_default_device())))
+        model(Llama.batch(torch.Generator(torch.get_default_device())))
     hook.remove()
     sharding_of(model).runtime.clear_all_gathered_params()
     before = torch.ones(16)
@@ -233,7 +240,7 @@ def state_dicts(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match=r"cannot be (copied|pickled).*full_state_dict"):
             copied()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(Llama.batch(torch.Generator())).backward()
+    model(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
     optimizer.step()
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(optimizer.state_dict())

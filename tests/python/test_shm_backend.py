@@ -107,6 +107,8 @@ def groups(rank: int, world: int) -> None:
     assert taken == ["abcd"[rank]]
 
     whole.monitored_barrier(datetime.timedelta(seconds=20))
+    deepcompile.comm.monitored_barrier(whole, datetime.timedelta(seconds=20))
+    deepcompile.comm.monitored_barrier(timeout=datetime.timedelta(seconds=20))  # of gloo
 
 
 def messages(rank: int, world: int) -> None:
@@ -184,19 +186,24 @@ def mismatches(rank: int, world: int) -> None:
         "reductions": lambda group: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group),
         "operations": lambda group: dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group),
         "roots": lambda group: dist.broadcast(torch.ones(4), rank, group),
-        "types moved": lambda group: dist.all_gather_into_tensor(
-            torch.ones(2 * world).to([torch.float32, torch.int32][rank]),
-            torch.ones(2).to([torch.float32, torch.int32][rank]),
-            group,
-        ),
+        "types moved": lambda group: gather_of(torch.float32, torch.int32, group),
+        "types that begin alike": lambda group: gather_of(torch.float8_e4m3fn, torch.float8_e4m3fnuz, group),
+        "types that end alike": lambda group: gather_of(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, group),
     }
+
+    def gather_of(one: torch.dtype, other: torch.dtype, group: dist.ProcessGroup) -> None:
+        dtype = [one, other][rank]
+        dist.all_gather_into_tensor(torch.ones(2 * world).to(dtype), torch.ones(2).to(dtype), group)
+
     sides = {
         "sizes": ("4 elements", "5 elements"),
         "types": ("float32", "float64"),
         "reductions": ("sum", "max"),
         "operations": ("all_reduce", "barrier"),
         "roots": ("root 0", "root 1"),
-        "types moved": ("rank 0", "rank 1"),
+        "types moved": ("Float", "Int"),
+        "types that begin alike": ("e4m3fn)", "e4m3fnuz)"),
+        "types that end alike": ("e4m3fnuz)", "e5m2fnuz)"),
     }
     for what, call in calls.items():
         group = fixture.shm_group(10)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import datetime
 import gc
+import logging
 import multiprocessing
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import deepcompile
 import harness
 import shm_fixture as fixture
+import z3_fixture
 from deepcompile import _C
 
 HERE = pathlib.Path(__file__).parent
@@ -133,6 +138,80 @@ def files_in_shared_memory() -> list[str]:
     return mapped + [entry.name for entry in entries if os.path.realpath(entry.path).startswith("/dev/shm/")]
 
 
+def may_not_share_memory(rank: int, world: int) -> list[str]:
+    """One rank has no address space for the heaps. Returns what this rank's log says."""
+    if rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
+    error = fixture.error_of(fixture.shm_group)
+    assert "rank 1 cannot share memory" in error and "ulimit -v" in error and "gloo" in error, error
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepcompile").addHandler(handler)
+    deepcompile.init_distributed()
+    assert not deepcompile.comm.uses_shared_memory()
+    assert torch.equal(deepcompile.comm.inference_all_reduce(torch.ones(5)), torch.full((5,), float(world)))
+    shards, _ = z3_fixture.start(rank, world)
+    assert not deepcompile.dc.stats()["shared_memory"]
+    assert torch.equal(z3_fixture.gather(shards[0], 0), z3_fixture.whole_parameter(0))
+    z3_fixture.release(0)
+    assert not deepcompile.shm.is_shared(shards[0])
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="ulimit -v"):
+            deepcompile.shm.empty(10)
+    return said
+
+
+def ends_its_group_in_a_callback(rank: int, world: int) -> None:
+    dist.barrier(fixture.shm_group())  # what the first group of a process makes, and keeps
+    dist.barrier()
+    threads, descriptors = fixture.threads(), fixture.descriptors()
+    for _ in range(3):
+        group = fixture.shm_group()
+        ended = threading.Event()
+
+        def end(_: object, group: dist.ProcessGroup = group, ended: threading.Event = ended) -> None:
+            dist.destroy_process_group(group)
+            ended.set()
+
+        tensor = torch.full((4,), float(rank))
+        if rank == 0:
+            work = dist.isend(tensor, 1, group)
+        else:
+            work = dist.irecv(tensor, 0, group)
+        work.get_future().then(end)
+        del work, group, end
+        assert ended.wait(30)
+        assert tensor[0] == 0
+        dist.barrier()
+    gc.collect()
+    deadline = time.monotonic() + 10  # the thread ends after the callback
+    while (fixture.threads(), fixture.descriptors()) != (threads, descriptors):
+        assert time.monotonic() < deadline, (fixture.threads(), threads, fixture.descriptors(), descriptors)
+        time.sleep(0.01)
+
+
+def forks_with_a_runtime(rank: int, world: int) -> None:
+    shards, _ = z3_fixture.start(rank, world)
+    assert deepcompile.dc.stats()["shared_memory"]
+    z3_fixture.gather(shards[0], 0)
+    z3_fixture.release(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            error = fixture.error_of(z3_fixture.gather, shards[1], 1)
+            assert "forked child" in error, error
+            os._exit(0)
+        except BaseException as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(z3_fixture.gather(shards[1], 1), z3_fixture.whole_parameter(1))
+    z3_fixture.release(1)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("way", ["killed", "exits"])
 def test_a_rank_that_ends_is_named_at_once_and_leaves_nothing(way, asynchronous):
@@ -150,6 +229,21 @@ def test_a_rank_that_has_left_the_group_is_named():
 
 def test_data_loaders_may_fork_while_a_group_lives(tmp_path):
     harness.run_ranks(2, forks, str(tmp_path / "store"))
+
+
+def test_ranks_that_may_not_share_memory_are_served_by_the_process_group_and_told_why():
+    said = harness.run_ranks(2, may_not_share_memory)
+    assert sum("the runtime communicates through the process group" in line for line in said[0]) == 1, said
+    assert all("rank 1 cannot share memory" in line for line in said[0]) and not said[1], said
+
+
+def test_a_callback_of_a_message_may_end_its_group():
+    harness.run_ranks(2, ends_its_group_in_a_callback)
+
+
+@pytest.mark.parametrize("stream", ["inline", "worker"])
+def test_a_forked_child_cannot_use_the_runtimes_communicator(stream):
+    harness.run_ranks(2, forks_with_a_runtime, environment={"DEEPCOMPILE_CPU_STREAM": stream})
 
 
 @pytest.fixture

@@ -121,6 +121,9 @@ def test_segments_are_measured_between_the_waits_and_share_where_they_wait_for_n
     found = segment_seconds(plan, takes, 0, 1500, [1.0, 3.0, 2.0, 5.0])
     assert found == pytest.approx([100e-9, 300e-9, 200e-9, 500e-9])
     assert segment_seconds(plan, takes[:2], 0, 1500, [1.0, 3.0, 2.0, 5.0]) is None
+    collectives = [(120, 190), (400, 500), (850, 1100)]  # in a wait, in a segment, and in one, a wait and the next
+    found = segment_seconds(plan, takes, 0, 1500, [1.0, 3.0, 2.0, 5.0], collectives)
+    assert found == pytest.approx([75e-9, 225e-9, 150e-9, 400e-9])
 
 
 def test_a_measured_curve_never_falls_and_replaces_the_one_before() -> None:

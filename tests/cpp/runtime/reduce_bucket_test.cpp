@@ -34,6 +34,27 @@ TEST(ReduceBucket, ShouldFlushOnlyWhenItHoldsSomethingAndTheNextDoesNotFit) {
   EXPECT_FALSE(bucket.shouldFlush(7));
 }
 
+TEST(ReduceBucket, CountsWhatItAdoptsTowardsItsSizeButNotTowardsItsMemory) {
+  ReduceBucket bucket(10, at::kFloat);
+  bucket.adopt(8);
+  EXPECT_TRUE(bucket.shouldFlush(3));
+  EXPECT_FALSE(bucket.shouldFlush(2));
+  EXPECT_EQ(bucket.allocate(2).storage_offset(), 0);
+  bucket.reset();
+  EXPECT_FALSE(bucket.shouldFlush(10));
+}
+
+TEST(ReduceTask, TellsWhetherItsGradientWasWrittenToUntilItIsDropped) {
+  const at::Tensor grad = at::zeros({4});
+  ReduceTask task(0, grad, grad.view({-1}));
+  EXPECT_FALSE(task.changed());
+  grad.add_(1);
+  EXPECT_TRUE(task.changed());
+  task.dropGradient();
+  EXPECT_FALSE(task.changed());
+  EXPECT_FALSE(ReduceTask(0, at::Tensor(), grad).changed());
+}
+
 TEST(ReduceBucket, GrowsForAGradientThatIsLargerThanItAndNeverShrinks) {
   ReduceBucket bucket(4, at::kBFloat16);
   bucket.reserve(9);
@@ -64,8 +85,10 @@ TEST(ReduceBucket, ASizeBelowOneIsRefused) {
 TEST(DoubleBufferedReduceBucket, CountsTheBytesOfAllBuckets) {
   DoubleBufferedReduceBucket buckets(10, true);
   EXPECT_EQ(buckets.bytes(), 0);
-  buckets.getBuffer(at::kFloat);
+  buckets.getBuffer(at::kFloat)->allocate(1);
   buckets.getBuffer(at::kBFloat16)->reserve(20);
+  EXPECT_EQ(buckets.bytes(), 10 * 4) << "nobody has used the other";
+  buckets.getBuffer(at::kBFloat16)->allocate(1);
   EXPECT_EQ(buckets.bytes(), 10 * 4 + 20 * 2);
   buckets.clear();
   EXPECT_EQ(buckets.bytes(), 0);

@@ -97,6 +97,23 @@ TEST(Tuning, SetsUpRanksThatAreBoundToDifferentNumbersOfCores) {
             noErrors(3));
 }
 
+TEST(Tuning, WithChunksOfLessThanALineIsRefused) {
+  GroupOptions options;
+  options.tuning = Tuning{.chunk_bytes = kLine - 1};
+  EXPECT_NE(errorOf([&] { Group::ofThreads(2, options); }).find("chunks of 127 bytes (at least 128)"),
+            std::string::npos);
+  options.tuning = Tuning{.chunk_bytes = kLine};
+  EXPECT_EQ(onThreadGroup(2, options,
+                          [](Group& group) {
+                            const Tuning before = group.tuning();
+                            check(!errorOf([&] { group.setTuning({.chunk_bytes = 0}); }).empty(), "took no chunks");
+                            check(!errorOf([&] { group.setTuning({.one_step_bytes = -1}); }).empty(), "took -1");
+                            check(group.tuning() == before, "changed");
+                            manyRandom(group, 40, 20, 5000);
+                          }),
+            noErrors(2));
+}
+
 TEST(Tuning, OfRankZeroIsSetByTheEnvironment) {
   GroupOptions options;
   options.timeout = std::chrono::seconds(20);

@@ -257,10 +257,14 @@ TEST(GroupFailure, AChildThatARankForksDoesNotSpeakForIt) {
                              barrier(group);
                              const pid_t child = ::fork();
                              if (child == 0) {
+                               const std::string error = errorOf([&] { barrier(group); });
+                               group.poison("a child");
                                group.~Group();  // what a child does that ends by the ordinary way
-                               ::_exit(0);
+                               ::_exit(contains(error, "a forked child cannot use it") ? 0 : 1);
                              }
-                             ::waitpid(child, nullptr, 0);
+                             int status = -1;
+                             ::waitpid(child, &status, 0);
+                             check(status == 0, "a child used the group");
                              barrier(group);
                              sum(group, 100'000);
                            }),

@@ -235,5 +235,27 @@ TEST(PointToPoint, AMessageThatStopsOnItsWayEndsAtTheDeadline) {
   EXPECT_NE(errors[0].find("receive of 1048576 bytes, tag 0"), std::string::npos) << errors[0];
 }
 
+TEST(PointToPoint, ACallbackMayEndItsOwnMessenger) {
+  std::vector<std::shared_ptr<Group>> groups;
+  for (auto& group : Group::ofThreads(2, options())) {
+    groups.emplace_back(std::move(group));
+  }
+  auto messenger = std::make_unique<Messenger>(groups[0]);
+  Messenger other(groups[1]);
+  std::vector<std::byte> data = message(0, 1, 0, 1000);
+  std::vector<std::byte> never(8);
+  Ticket pending;
+  std::promise<bool> ended;
+  // Everything that the thread still needs is its own when the callback drops the rest.
+  messenger->receive(runOf(never), 1, 7, pending.done());
+  messenger->send(runOf(data), 1, 0, [&](const std::exception_ptr&, int) {
+    messenger.reset();
+    groups[0].reset();
+    ended.set_value(true);
+  });
+  EXPECT_TRUE(ended.get_future().get());
+  EXPECT_NE(errorOf([&] { pending.wait(); }).find("was closed"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace dc::shm::testing

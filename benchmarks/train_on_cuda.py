@@ -1,0 +1,231 @@
+"""The part of ``benchmarks/train.py`` that runs on CUDA: a Llama of 16 layers, 2048 wide, bf16, fused AdamW for all.
+
+One rank, and two ranks that share one GPU: over NCCL where it lets them (2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, and the
+multi-process service). Every system lives in processes of its own; they compile at the same time, then take turns of some
+steps, and what counts is the median over all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+from report import Report
+
+LAYERS, SIZE, HEADS, VOCABULARY = 16, 2048, 16, 32000
+STEPS_PER_TURN = 5
+
+ONE_RANK = {
+    "deepcompile ZeRO-3": 1,
+    "deepcompile ZeRO-3, gathers": 1,
+    "plain compiled": 1,
+    "FSDP2 compiled": 1,
+}
+TWO_RANKS = {
+    "deepcompile ZeRO-3": 2,
+    "FSDP2 compiled": 2,
+    "plain compiled": 2,  # two processes that share nothing
+}
+
+
+def build(name: str, model: Any, world: int) -> Any:
+    """A function that trains one step on a batch, and one that tells more."""
+    import torch
+
+    def adamw() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    if name.startswith("deepcompile"):
+        import deepcompile
+
+        zero = {"stage": 3, "gather_at_one_rank": name.endswith("gathers")}
+        engine = deepcompile.initialize(model, adamw(), {"zero_optimization": zero, "timeout": 120})
+
+        def train(batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        return train, lambda: engine.explain().rows
+
+    if name.startswith("FSDP2"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cuda", (world,))
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        forward = model
+    else:
+        forward = torch.compile(model)
+    optimizer = adamw()
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = forward(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, lambda: []
+
+
+def serve(name: str, rank: int, world: int, shape: tuple[int, int], layers: int, folder: str, pipe: Any) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache-{''.join(c for c in name if c.isalnum())}"
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
+    import torch
+    import torch.distributed as dist
+    from llama import Llama
+
+    torch.cuda.set_device(0)
+    if not name.startswith("plain"):
+        store = dist.FileStore(f"{folder}/{name}", world)
+        limit = datetime.timedelta(seconds=300)
+        backend = "cpu:gloo,cuda:nccl" if name.startswith("FSDP2") else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(layers, SIZE, HEADS, VOCABULARY, shape[1]).bfloat16()
+    batch = torch.randint(0, VOCABULARY, (shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(rank)).cuda()
+    train, more = build(name, model, world)
+    started = time.perf_counter()
+    loss = train(batch).item()
+    first = time.perf_counter() - started
+    for _ in range(8):  # plans are made from measurements in these
+        loss = train(batch).item()
+    warm = time.perf_counter() - started
+    torch.cuda.reset_peak_memory_stats()
+    pipe.send((first, warm, loss))
+    while (command := pipe.recv()) != "stop":
+        if command == "more":
+            pipe.send((more(), torch.cuda.max_memory_allocated() / 2**30))
+            continue
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            train(batch)
+        torch.cuda.synchronize()
+        pipe.send((time.perf_counter() - started) / STEPS_PER_TURN)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class System:
+    def __init__(self, name: str, world: int, shape: tuple[int, int], layers: int, folder: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name, self.pipes, self.processes, self.times = name, [], [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (name, rank, world, shape, layers, folder, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def answers(self, timeout: float = 420) -> list[Any]:
+        found = []
+        for pipe in self.pipes:
+            if not pipe.poll(timeout):
+                raise RuntimeError(f"{self.name} did not answer within {timeout} s")
+            found.append(pipe.recv())
+        return found
+
+    def ask(self, command: str) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(command)
+        return self.answers()
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send("stop")
+            except BrokenPipeError:
+                continue  # it is gone already
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layers: int, turns: int) -> dict[str, float]:
+    """Median milliseconds of a step by system; what is not there could not run, and says why."""
+    world = max(names.values())
+    case = f"{world} rank{'s' if world > 1 else ''}, batch {shape[0]} x {shape[1]}"
+    print(f"-- {case}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        systems = {name: System(name, count, shape, layers, folder) for name, count in names.items()}
+        firsts: dict[str, float] = {}
+        for name, system in list(systems.items()):
+            try:
+                answers = system.answers()
+            except (EOFError, RuntimeError) as error:
+                print(f"{name}: did not run ({type(error).__name__}: {error})", flush=True)
+                systems.pop(name).stop()
+                continue
+            firsts[name] = max(first for first, _, _ in answers)
+            warm, loss = max(warm for _, warm, _ in answers), answers[0][2]
+            print(f"{name:<28} first step {firsts[name]:6.1f} s, nine steps {warm:6.1f} s, loss {loss:.4f}", flush=True)
+        for turn in range(turns):
+            for system in systems.values():
+                taken = max(system.ask("turn"))
+                if turn > 0:
+                    system.times.append(taken)
+        medians = {name: statistics.median(system.times) * 1e3 for name, system in systems.items()}
+        peaks: dict[str, float] = {}
+        for name, system in systems.items():
+            rows, peak = system.ask("more")[0]
+            peaks[name] = peak
+            print(f"{name:<28} {medians[name]:8.1f} ms a step, peak {peak:.1f} GiB", flush=True)
+            for key, value in rows:
+                print(f"    {key:<28} {value}")
+            system.stop()
+    for ours in (name for name in medians if name.startswith("deepcompile")):
+        for peer in (name for name in medians if not name.startswith("deepcompile")):
+            report.add(f"{case}: {ours}", medians[ours], "ms", peer, medians[peer])
+            report.add(f"{case}: {ours}, peak", peaks[ours], "GiB", peer, peaks[peer])
+        if "plain compiled" in firsts:
+            report.add(f"{case}: {ours}, first step", firsts[ours], "s", "plain compiled", firsts["plain compiled"])
+            report.bar(f"{case}: first step within 1.3x of plain", firsts[ours] <= 1.3 * firsts["plain compiled"])
+        if "FSDP2 compiled" in peaks:
+            report.bar(f"{case}: {ours}: peak not above FSDP2's", peaks[ours] <= peaks["FSDP2 compiled"])
+    return medians
+
+
+def main(options: argparse.Namespace) -> int:
+    report = Report(f"a step of Llama, {LAYERS} layers, {SIZE} wide, bf16, one GPU")
+    layers, turns = (4, 3) if options.quick else (LAYERS, 8)
+    small, large = (1, 512), (4, 2048)
+    shapes = [small] if options.small_batch else [small, large]
+
+    def bar(text: str, medians: dict[str, float], ours: str, factor: float, peer: str) -> None:
+        if ours in medians and peer in medians:
+            report.bar(text, medians[ours] * factor <= medians[peer])
+        else:
+            report.bar(f"{text}: not measured", False)
+
+    for shape in shapes if options.ranks != 2 else []:
+        medians = compare(report, ONE_RANK, shape, layers, turns)
+        where = f"one rank, batch {shape[0]} x {shape[1]}"
+        bar(f"{where}: within 1.05x of plain", medians, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
+        bar(f"{where}: gathering, within 1.15x", medians, "deepcompile ZeRO-3, gathers", 1 / 1.15, "plain compiled")
+        factor = 2.5 if shape == small else 1.05
+        bar(f"{where}: {factor}x faster than FSDP2", medians, "deepcompile ZeRO-3", factor, "FSDP2 compiled")
+    for shape in shapes if options.ranks != 1 else []:
+        medians = compare(report, TWO_RANKS, shape, layers, turns)
+        where = f"two ranks, batch {shape[0]} x {shape[1]}"
+        if shape == small:
+            bar(f"{where}: 1.4x faster than FSDP2", medians, "deepcompile ZeRO-3", 1.4, "FSDP2 compiled")
+        else:
+            bar(f"{where}: within 1.05x of two alone", medians, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
+    return report.finish(options.json)

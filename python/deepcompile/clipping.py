@@ -1,0 +1,94 @@
+"""Before an update: undoes the loss scale, clips by the global norm, and finds gradients that are not finite.
+
+On CPU, and where the optimizer cannot do otherwise, the host reads the norm and decides. On CUDA reading it would stop the
+host in every step, so where the optimizer is fused the decision travels with the gradients: its kernel divides by one number
+and does nothing when another says so. The host hears of it a step later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepcompile._shard_aware_torch import total_norm_over_shards
+
+if TYPE_CHECKING:
+    from deepcompile.sharding import Sharding
+
+
+class Clipping:
+    def __init__(self, sharding: Sharding, limit: float) -> None:
+        self._sharding = sharding
+        self._limit = limit
+        self._norm: torch.Tensor | float | None = None
+        self._skipped = _LateFlag() if sharding.runtime.device.type == "cuda" else None
+
+    @property
+    def norm(self) -> float | None:
+        """The global norm of the last gradients, before clipping; None before the first."""
+        return self._norm.item() if isinstance(self._norm, torch.Tensor) else self._norm
+
+    def apply(self, optimizer: Any, scale: float, must_know: bool) -> bool:
+        """False, on all ranks alike, when the gradients are not finite and the update must not happen. ``scale``: of the
+        loss. ``must_know``: the caller needs the answer now; else it may be True too early, and :meth:`heard` tells.
+        """
+        gradients = [s.param.grad for s in self._sharding.params if s.param.grad is not None]
+        norm = total_norm_over_shards(gradients, 2.0, self._sharding.group)
+        if self._skipped is not None and not must_know and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._leave_it_to(optimizer, norm, scale)
+            return True
+        value = norm.item() / scale
+        self._norm = value
+        if value != value or value == float("inf"):
+            return False
+        factor = 1 / scale
+        if self._limit > 0:
+            factor *= min(1.0, self._limit / (value + 1e-6))
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        return True
+
+    def _leave_it_to(self, optimizer: Any, norm: torch.Tensor, scale: float) -> None:
+        norm = norm / scale
+        self._norm = norm
+        divisor = torch.full_like(norm, scale)
+        if self._limit > 0:
+            divisor = divisor * ((norm + 1e-6) / self._limit).clamp(min=1.0)
+        optimizer.grad_scale = divisor.float()
+        optimizer.found_inf = (~torch.isfinite(norm)).float()
+        assert self._skipped is not None
+        self._skipped.send(optimizer.found_inf)
+
+    def done(self, optimizer: Any) -> None:
+        """After the update: the numbers were meant for this one."""
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
+
+    def heard(self) -> bool:
+        """True once for an update that did not happen although :meth:`apply` had said that it would."""
+        return self._skipped is not None and self._skipped.take()
+
+
+class _LateFlag:
+    """A flag of the device that the host reads when it has arrived, without waiting for what was enqueued since."""
+
+    def __init__(self) -> None:
+        self._host = torch.zeros((), pin_memory=True, device="cpu")
+        self._arrived: torch.cuda.Event | None = None
+
+    def send(self, flag: torch.Tensor) -> None:
+        self._host.copy_(flag, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def take(self) -> bool:
+        if self._arrived is None:
+            return False
+        self._arrived.synchronize()  # of the step before: it has passed long ago
+        self._arrived = None
+        return bool(self._host.item())
+
+
+__all__ = ["Clipping"]

@@ -1,0 +1,56 @@
+// The module deepcompile._cuda: loading it makes our CUDA kernels those of the runtime.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "deepcompile/comm/channel.h"
+#include "deepcompile/comm/nccl_api.h"
+#include "deepcompile/comm/nccl_communicator.h"
+#include "deepcompile/runtime/register_kernels_cuda.h"
+
+namespace dc {
+namespace {
+
+namespace py = pybind11;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+class NcclChannel final : public Channel {
+ public:
+  NcclChannel(StorePtr store, int rank, int size, int device, double timeout)
+      : store_(std::move(store)), rank_(rank), size_(size), device_(device), timeout_(timeout) {}
+
+  std::shared_ptr<Communicator> open(std::shared_ptr<Traffic> traffic) const override {
+    return makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::move(traffic));
+  }
+
+ private:
+  const StorePtr store_;
+  const int rank_;
+  const int size_;
+  const int device_;
+  const double timeout_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  py::module_::import("deepcompile._C");  // knows the type Channel
+  cuda::registerKernels();
+  module.def(
+      "nccl_channel",
+      [](StorePtr store, int rank, int size, int device, double timeout) -> std::shared_ptr<Channel> {
+        return std::make_shared<NcclChannel>(std::move(store), rank, size, device, timeout);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"),
+      "Opened by the runtime that it is given to, which is a collective.");
+  module.def(
+      "nccl_version",
+      [] {
+        int version = 0;
+        nccl::check(nccl::Api::get().getVersion(&version), "ncclGetVersion");
+        return version;
+      },
+      "Of the library that is used, as a number: 22809 is 2.28.9.");
+}
+
+}  // namespace dc

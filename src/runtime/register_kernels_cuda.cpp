@@ -1,0 +1,81 @@
+#include "deepcompile/runtime/register_kernels_cuda.h"
+
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/device_kernels_cuda.h"
+
+namespace dc::cuda {
+namespace {
+
+std::optional<Number> numberOf(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Number::Float;
+    case at::kHalf:
+      return Number::Half;
+    case at::kBFloat16:
+      return Number::BFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool movable(const CopyPart& part) {
+  constexpr std::size_t kWord = 16;
+  return part.from.scalar_type() == part.to.scalar_type() && part.from.nbytes() % kWord == 0 &&
+         reinterpret_cast<std::uintptr_t>(part.from.const_data_ptr()) % kWord == 0 &&
+         reinterpret_cast<std::uintptr_t>(part.to.mutable_data_ptr()) % kWord == 0;
+}
+
+class CudaKernels final : public DeviceKernels {
+ public:
+  void copy(std::span<const CopyPart> parts) override {
+    const c10::cuda::CUDAGuard device(parts[0].to.device());
+    cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    if (parts.size() == 1 && parts[0].from.scalar_type() == parts[0].to.scalar_type()) {
+      C10_CUDA_CHECK(cudaMemcpyAsync(parts[0].to.mutable_data_ptr(), parts[0].from.const_data_ptr(),
+                                     parts[0].to.nbytes(), cudaMemcpyDeviceToDevice, stream));
+      return;
+    }
+    std::vector<Piece> moves;
+    std::map<std::pair<Number, Number>, std::vector<Piece>> casts;
+    for (const CopyPart& part : parts) {
+      const auto to = numberOf(part.to.scalar_type());
+      const auto from = numberOf(part.from.scalar_type());
+      const Piece piece{part.from.const_data_ptr(), part.to.mutable_data_ptr(), part.to.numel()};
+      if (movable(part)) {
+        moves.push_back({piece.from, piece.to, static_cast<std::int64_t>(part.to.nbytes() / 16)});
+      } else if (to && from) {
+        casts[{*to, *from}].push_back(piece);
+      } else {
+        part.to.copy_(part.from, /*non_blocking=*/true);
+      }
+    }
+    C10_CUDA_CHECK(movePieces(moves.data(), static_cast<int>(moves.size()), stream));
+    for (const auto& [types, pieces] : casts) {
+      C10_CUDA_CHECK(castPieces(types.first, types.second, pieces.data(), static_cast<int>(pieces.size()), stream));
+    }
+  }
+
+  void delay(at::Device device, std::int64_t microseconds) override {
+    C10_CUDA_CHECK(cuda::delay(microseconds, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+  }
+};
+
+}  // namespace
+
+void registerKernels() {
+  static CudaKernels kernels;
+  setDeviceKernels(at::kCUDA, &kernels);
+}
+
+}  // namespace dc::cuda

@@ -1,0 +1,168 @@
+"""What only CUDA has. The tests of other files run on it as well: ``make test-cuda``."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from harness import DEVICE, run_ranks
+from torch import nn
+
+import deepcompile
+
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: make test-cuda")
+
+
+def test_without_a_gpu_the_package_says_why():
+    if DEVICE == "cuda":
+        pytest.skip("there is a GPU")
+    assert not deepcompile.cuda_available()
+    from deepcompile._cuda_parts import require_cuda, why_no_cuda
+
+    assert why_no_cuda() in (
+        "this PyTorch was built without CUDA",
+        "PyTorch sees no GPU (torch.cuda.is_available() is false)",
+    )
+    with pytest.raises(RuntimeError, match="cannot use CUDA here: "):
+        require_cuda()
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())), nn.Linear(64, 1))
+
+
+def train(rank: int, world: int, steps: int, config: dict, seed: int = 0) -> list[float]:
+    model = a_model()
+    engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), config)
+    generator = torch.Generator("cuda").manual_seed(seed + rank)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 64, generator=generator)
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    assert engine.sharding.runtime.device.type == "cuda"
+    return torch.stack(losses).tolist()
+
+
+EAGER = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5000}, "compile": {"mode": "off"}, "timeout": 30}
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_delays_of_the_streams_change_no_bit_of_two_hundred_steps(world: int):
+    calm = run_ranks(world, train, 200, EAGER)
+    delayed = run_ranks(world, train, 200, EAGER, environment={"DEEPCOMPILE_STREAM_DELAY_US": "400"})
+    assert calm == delayed
+    assert calm[0][-1] < 0.5 * calm[0][0]
+
+
+@needs_gpu
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_two_ranks_train_like_one_process_with_both_batches(stage: int, clip: float):
+    config = EAGER | {"zero_optimization": {"stage": stage}, "gradient_clipping": clip}
+    sharded = run_ranks(2, train, 20, config)
+    (reference,) = run_ranks(1, both_batches, 20, clip)
+    for step, (first, second, expected) in enumerate(zip(*sharded, reference, strict=True)):
+        assert (first + second) / 2 == pytest.approx(expected, rel=2e-5), step
+
+
+def both_batches(rank: int, world: int, steps: int, clip: float) -> list[float]:
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generators = [torch.Generator("cuda").manual_seed(rank) for rank in range(2)]
+    losses = []
+    for _ in range(steps):
+        loss = sum(model(torch.randn(16, 64, generator=generator)).square().mean() for generator in generators) / 2
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@needs_gpu
+def test_a_step_whose_gradients_are_not_finite_changes_nothing_and_is_counted():
+    run_ranks(2, overflows)
+
+
+def overflows(rank: int, world: int) -> None:
+    model = a_model()
+    engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), EAGER)
+    x = torch.ones(4, 64)
+
+    def step(factor: float) -> None:
+        engine.backward(engine(x).square().mean() * factor)
+        engine.step()
+
+    step(1.0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    step(float("inf") if rank == 1 else 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    step(1.0)
+    assert engine.skipped_steps == 1
+    assert engine.steps == 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@needs_gpu
+def test_a_rank_that_dies_becomes_an_error_that_names_it_within_the_deadline():
+    seconds, message = run_ranks(2, loses_its_peer, may_die=(1,), timeout=60)[0]
+    assert seconds < 15
+    assert "failed: " in message
+    assert "ranks [1] did not answer" in message
+
+
+def loses_its_peer(rank: int, world: int) -> tuple[float, str]:
+    model = a_model()
+    config = EAGER | {"timeout": 5}
+    engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    x = torch.ones(4, 64)
+    for _ in range(3):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(1)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(3):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            torch.cuda.synchronize()
+    return time.monotonic() - started, str(raised.value)
+
+
+@needs_gpu
+def test_the_host_does_not_wait_for_the_device_in_a_step():
+    run_ranks(2, runs_ahead)
+
+
+def runs_ahead(rank: int, world: int) -> None:
+    model = a_model()
+    engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), EAGER)
+    x = torch.ones(4, 64)
+
+    def step() -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # PyTorch's own calls that would wait are errors now
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    engine.backward(engine(x).square().mean())
+    engine.optimizer.zero_grad()
+    assert not busy.query(), "a forward and a backward were enqueued only after the device had caught up"
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
