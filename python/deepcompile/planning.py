@@ -178,9 +178,15 @@ class StepPlanner:
             if outcome != own:
                 self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, said)
 
+    @property
+    def plans_reductions(self) -> bool:
+        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction."""
+        sized = self._config.zero_optimization.reduce_bucket_size is not None
+        return not sized and self._sharding.world > 1 and not self._sharding.collectives_stop_compute
+
     def _place_reductions(self) -> None:
-        """Tells the runtime which gradients to reduce together, unless the configuration has said how large buckets are."""
-        if self._config.zero_optimization.reduce_bucket_size is not None or self._sharding.world == 1:
+        """Tells the runtime which gradients to reduce together."""
+        if not self.plans_reductions:
             return
         ids = {sharded.name: sharded.id for sharded in self._sharding.params}
         planned = [step.plan.reductions for step in self.steps.values() if step.trains and step.plan is not None]

@@ -137,11 +137,9 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
     if micro_batches > 1:
         rows.append(("kept for all micro-batches", f"{len(step.plan.kept)} parameters"))
-    by_size = engine.config.zero_optimization.reduce_bucket_size
+    by_size = "by the size of the buckets"
     planned_buckets = f"{len(step.plan.reductions)} in a backward, as planned"
-    rows.append(
-        ("reductions", planned_buckets if by_size is None else f"in buckets of {by_size} elements, as configured")
-    )
+    rows.append(("reductions", planned_buckets if engine.sharding.planner.plans_reductions else by_size))
     if engine.drift.history:
         expected, found = engine.drift.history[-1]
         times = f"{len(engine.drift.history)} times" if len(engine.drift.history) > 1 else "once"
