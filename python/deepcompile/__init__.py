@@ -15,13 +15,14 @@ from deepcompile.comm import init_distributed
 from deepcompile.compiled_graph import CompiledGraph
 from deepcompile.config import Config, ConfigError
 from deepcompile.deferred import init_sharded
-from deepcompile.engine import Engine, initialize
+from deepcompile.engine import Engine
 from deepcompile.full import full_params, full_state_dict
+from deepcompile.initialization import initialize
 from deepcompile.parity import check_parity
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.recording import get_recorded_ops, record
 from deepcompile.replay import compile
-from deepcompile.sharding import shard
+from deepcompile.sharding import shard, update_trainable
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.
 cmake_prefix_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "share", "cmake")
@@ -48,4 +49,5 @@ __all__ = [
     "record",
     "shard",
     "shm",
+    "update_trainable",
 ]

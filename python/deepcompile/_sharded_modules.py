@@ -31,6 +31,8 @@ class _Read:
     casts: bool
     #: The shard is the whole parameter: it is read as it is.
     whole: bool
+    #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
+    serial: int
 
 
 _classes: dict[tuple[type[nn.Module], tuple[_Read, ...]], type[nn.Module]] = {}
@@ -76,7 +78,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, False, False)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False, False, 0)).fget
     assert getter is not None
     return getter
 
@@ -131,9 +133,16 @@ def install(sharding: Sharding) -> None:
     for sharded in sharding.params:
         keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
-            casts = sharded.read_dtype != sharded.param.dtype
-            shape = tuple(sharded.full_shape)
-            read = _Read(attribute, sharding.graph_id, shape, sharded.read_dtype, keep, casts, sharding.whole)
+            read = _Read(
+                attribute,
+                sharding.graph_id,
+                tuple(sharded.full_shape),
+                sharded.read_dtype,
+                keep,
+                sharded.read_dtype != sharded.param.dtype,
+                sharding.whole,
+                sharding.serial,
+            )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]

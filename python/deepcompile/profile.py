@@ -99,6 +99,12 @@ class Profile:
         if not self.done:
             self._seen += 1
 
+    def again(self) -> None:
+        """Measures anew. The first iteration is left out as ever."""
+        self.done, self._seen = False, 0
+        self._finished.clear()
+        self._updates.clear()
+
     def end_update(self, started: int) -> None:
         """An optimizer step that began at ``started`` has ended."""
         if self._finished and not self.done:  # the first one makes the optimizer's state

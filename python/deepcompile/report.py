@@ -124,6 +124,13 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
         why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
         return [*rows, ("plan", f"none for the step as a whole: {why}")]
     rows += step_rows(step)
+    by_size = "by the size of the buckets"
+    planned_buckets = f"{len(step.plan.reductions)} in a backward, as planned"
+    rows.append(("reductions", planned_buckets if engine.sharding.planner.plans_reductions else by_size))
+    if engine.drift.history:
+        expected, found = engine.drift.history[-1]
+        times = f"{len(engine.drift.history)} times" if len(engine.drift.history) > 1 else "once"
+        rows.append(("planned again", f"{times}, last when a step went from {_seconds(expected)} to {_seconds(found)}"))
     if not step.measured and engine.profile.done and engine.profile.why_not:
         rows.append(("not measured", engine.profile.why_not))
     return rows
@@ -136,22 +143,28 @@ def step_rows(step: Step) -> list[tuple[str, str]]:
     source = "measured times" if step.measured else "estimated times"
     rows = [("plan", f"{planned.strategy}, from {source}, hash {planned.hash}")]
     bound = planned.lower_bound_ns
+    micro_batches = step.plan.micro_batches
+    of = f" for {micro_batches} micro-batches" if micro_batches > 1 else ""
     rows.append(
-        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}; no plan takes less than {_seconds(bound * 1e-9)}")
+        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}{of}; no plan takes less than {_seconds(bound * 1e-9)}")
     )
     rows.append(("predicted exposed", _seconds(predicted_exposed(step))))
-    rows.append(("predicted peak", f"{_bytes(planned.peak_bytes)} of {_bytes(planned.budget)}"))
+    peak = max(planned.peak_bytes, step.plan.micro.peak_bytes)
+    rows.append(("predicted peak", f"{_bytes(peak)} of {_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
     kept = [take.param for take in forward.takes if take.keep]
     rows.append(("launches", f"{len(forward.launches)} in the forward, {len(backward.launches)} in the backward"))
     rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
+    if micro_batches > 1:
+        rows.append(("kept for all micro-batches", f"{len(step.plan.kept)} parameters"))
     return rows
 
 
 def predicted_exposed(step: Step) -> float:
-    """What the step takes beyond its compute, in seconds. (Where a collective stops compute, the planner counts it there.)"""
+    """What the step takes beyond its compute, in seconds. Where a collective stops compute, the planner counts it there."""
     assert step.plan is not None
-    compute = sum(sum(seconds) for seconds in step.seconds.values()) + step.update_seconds
+    micro_batch = sum(sum(seconds) for seconds in step.seconds.values())
+    compute = micro_batch * step.plan.micro_batches + step.update_seconds
     return max(0.0, step.plan.planned.step_ns * 1e-9 - compute)
 
 

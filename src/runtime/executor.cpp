@@ -87,6 +87,7 @@ void CustomOpExecutor::openBackward(bool update) {
       }
     }
     order_.emplace(std::move(reversed));
+    placeFlushes();
   }
   order_->begin();
   entered_ = 0;
@@ -98,7 +99,9 @@ void CustomOpExecutor::openBackward(bool update) {
 
 void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& grad) const {
   check(param.trainable(), [&] {
-    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer) (",
+    return concat("reduce_grad: ", param.describe(),
+                  " is frozen (it was registered without a gradient buffer); after "
+                  "requires_grad_(True) call deepcompile.update_trainable(model) on every rank (",
                   place(), ")");
   });
   check(grad.numel() == param.numel(), [&] {
@@ -158,10 +161,18 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   if (goes_now) {
     ready[0].given = given_;
   }
-  for (const ArrivedGradient& arrived : ready) {
-    enter(arrived);
-  }
+  enterInOrder(ready);
   return result;
+}
+
+void CustomOpExecutor::enterInOrder(const std::vector<ArrivedGradient>& arrived) {
+  for (const ArrivedGradient& one : arrived) {
+    enter(one);
+    if (!flush_after_.empty() && flush_after_.count(entered_) > 0) {
+      flushAllReduceBuckets();
+    }
+    ++entered_;
+  }
 }
 
 void CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor&) {
@@ -187,7 +198,7 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
 
 // The gradient enters the bucket of its reduction dtype, which is flushed first when there is no room behind its
 // contents.
-void CustomOpExecutor::putIntoBucket(const ArrivedGradient& arrived) {
+void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   const DSParam& param = param_registry_->getParam(arrived.id);
   const at::Tensor grad = withLocal(param, arrived.grad);
   if (grad.defined()) {
@@ -224,6 +235,9 @@ void CustomOpExecutor::putIntoBucket(const ArrivedGradient& arrived) {
     flushReduceBucket(dtype);
     bucket = reduce_buckets_->getBuffer(dtype);
   }
+  if (bucket->empty()) {
+    bucket->reserve(planned_size_);
+  }
   user = this;
   if (arrived.given && goesAsItIs(param, grad)) {
     bucket->adopt(size);
@@ -253,15 +267,6 @@ void CustomOpExecutor::putIntoBucket(const ArrivedGradient& arrived) {
   }
 }
 
-void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
-  putIntoBucket(arrived);
-  // What is left at the end is flushed there, with word of what is beyond the order.
-  if (entered_ + 1 < flush_after_.size() && flush_after_[entered_]) {
-    flushAllReduceBuckets();
-  }
-  ++entered_;
-}
-
 void CustomOpExecutor::planFlushes(std::vector<bool> after) {
   check(!backward_open_ || after.empty(),
         [&] { return concat("reductions cannot be planned anew during a backward (", place(), ")"); });
@@ -269,7 +274,16 @@ void CustomOpExecutor::planFlushes(std::vector<bool> after) {
     return concat("a plan of ", after.size(), " reductions does not fit an order of ", reductionOrder().size(), " (",
                   place(), ")");
   });
-  flush_after_ = std::move(after);
+  placeFlushes();
+  if (after.empty()) {
+    return;
+  }
+  flush_after_.clear();
+  for (std::size_t i = 0; i + 1 < after.size(); ++i) {  // what is left at the end is flushed there
+    if (after[i]) {
+      flush_after_.insert(i);
+    }
+  }
 }
 
 bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
@@ -447,8 +461,12 @@ void CustomOpExecutor::endBackward() {
       }
     }
   }
-  for (const ArrivedGradient& arrived : rest) {
-    enter(arrived);
+  if (comm_->size() > 1) {
+    enterInOrder(rest);
+  } else {
+    for (const ArrivedGradient& arrived : rest) {
+      enter(arrived);
+    }
   }
   last_presence_.reset();
   flushAllReduceBuckets();
@@ -543,6 +561,52 @@ void CustomOpExecutor::learnOrder() {
   }
   order_->expect(std::move(order));
   order_learned_ = true;
+  placeFlushes();
+}
+
+void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets) {
+  check(!backward_open_, [&] { return concat("reductions are planned in the middle of a backward (", place(), ")"); });
+  planned_size_ = 0;
+  for (const auto& bucket : buckets) {
+    std::int64_t size = 0;
+    for (const std::int64_t id : bucket) {
+      size += member(id).getPaddedNumel();
+    }
+    planned_size_ = std::max(planned_size_, size);
+  }
+  planned_buckets_ = std::move(buckets);
+  placeFlushes();
+}
+
+void CustomOpExecutor::forgetOrder() {
+  check(!backward_open_ || implicit_,
+        [&] { return concat("what is trainable changes in the middle of a backward (", place(), ")"); });
+  abandonBackward();  // of the plain loop: it ended in an error
+  order_.reset();
+  order_learned_ = false;
+}
+
+void CustomOpExecutor::placeFlushes() {
+  flush_after_.clear();
+  if (!order_) {
+    return;  // placed when it is made
+  }
+  std::unordered_map<std::int64_t, std::size_t> last;
+  for (std::size_t i = 0; i < order_->expected().size(); ++i) {
+    last[order_->expected()[i]] = i;
+  }
+  for (const auto& bucket : planned_buckets_) {
+    std::optional<std::size_t> end;
+    for (const std::int64_t id : bucket) {
+      if (const auto found = last.find(id); found != last.end()) {
+        end = std::max(end.value_or(0), found->second);
+      }
+    }
+    // The last one is left to the end of the backward, which knows whether gradients came beyond the expected ones.
+    if (end && *end + 1 < order_->expected().size()) {
+      flush_after_.insert(*end);
+    }
+  }
 }
 
 }  // namespace dc

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "deepcompile/runtime/z3_executor.h"
+
 #include "support/ranks.h"
 
 namespace dc {
