@@ -13,7 +13,7 @@ ops = torch.ops.dc
 
 
 def is_mean(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """NCCL multiplies by a third, which is no number of the computer's; on CPU three ranks' mean is divided, and exact here."""
+    """NCCL multiplies by a third, which is rounded; on CPU the sum of three ranks is divided, and exact here."""
     return torch.equal(found, expected) if DEVICE == "cpu" else torch.allclose(found, expected, rtol=1e-6, atol=0)
 
 
