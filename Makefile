@@ -59,7 +59,7 @@ demo: build
 	$(PYTHON) examples/llama.py
 
 bench: build
-	for benchmark in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
+	for benchmark in $(filter-out benchmarks/report.py benchmarks/recorded_steps.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
 
 peers: $(SETUP)
 	scripts/system-packages peers

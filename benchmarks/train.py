@@ -36,16 +36,22 @@ SYSTEMS = {
 
 
 def build(name: str, model: Any) -> Any:
-    """A function that trains one step on a batch, one that tells more, and one that says whether its plan is the last."""
+    """A function that trains one step on a batch, one that tells more (``more(what, batch)``), and one that says whether its
+    plan is the last.
+    """
     import torch
     import torch.distributed as dist
 
     if name.startswith("deepcompile"):
         import deepcompile
 
+        modes = {"replay": "replay", "on demand": "off"}
+        mode = next((mode for words, mode in modes.items() if words in name), "compile")
         stage = int(name[-1])
         engine = deepcompile.initialize(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3), {"zero_optimization": {"stage": stage}}
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            {"zero_optimization": {"stage": stage}, "compile": {"mode": mode}},
         )
 
         def train(batch: torch.Tensor) -> float:
@@ -54,7 +60,14 @@ def build(name: str, model: Any) -> Any:
             engine.step()
             return loss.item()
 
-        return train, lambda: engine.explain().rows, lambda: engine.profile.done
+        def more(what: str, batch: torch.Tensor) -> Any:
+            if what == "more":
+                return engine.explain().rows
+            import recorded_steps
+
+            return getattr(recorded_steps, what)(engine, lambda: train(batch))
+
+        return train, more, lambda: engine.profile.done
 
     if name.startswith("FSDP2"):
         from torch.distributed.device_mesh import init_device_mesh
@@ -78,7 +91,7 @@ def build(name: str, model: Any) -> Any:
         optimizer.zero_grad()
         return loss.item()
 
-    return step, lambda: [], lambda: True
+    return step, lambda what, batch: [], lambda: True
 
 
 def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
@@ -115,8 +128,8 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
             break
         if command == "first":
             pipe.send((first, active, loss))
-        elif command == "more":
-            pipe.send(more())
+        elif command != "turn":
+            pipe.send(more(command, batch))
         else:
             times = []
             for _ in range(STEPS_PER_TURN):
@@ -129,11 +142,13 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
 
 
 class System:
+    """The processes of one system."""
+
     def __init__(self, name: str, folder: str, quick: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.name, self.pipes, self.processes = name, [], []
         self.times: list[float] = []
-        for rank in range(SYSTEMS[name]):
+        for rank in range(SYSTEMS.get(name, RANKS)):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(name, rank, folder, theirs, quick), daemon=True)
             process.start()

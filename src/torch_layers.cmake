@@ -34,9 +34,11 @@ add_library(
   runtime/host_memory.cpp
   runtime/param.cpp
   runtime/raw_tensor.cpp
+  runtime/recorder.cpp
   runtime/reduce_bucket.cpp
   runtime/reduction_order.cpp
   runtime/registry.cpp
+  runtime/replay.cpp
   runtime/runtime.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
@@ -51,8 +53,8 @@ target_link_libraries(deepcompile PRIVATE dc_flags "${HWY_LIBRARY}" Threads::Thr
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
-Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/runtime.cpp bindings/saved_tensors.cpp
-                   bindings/inference_call.cpp bindings/shm.cpp)
+Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/inference_call.cpp bindings/replay.cpp
+                   bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)

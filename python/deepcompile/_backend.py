@@ -43,11 +43,13 @@ after_import("torch._dynamo.backends.registry", _register)
 class _Compiled:
     """One compiled phase that can be replaced while its callers hold it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], step: Any, sharding: Any) -> None:
         self.function = function
+        self._step, self._sharding = step, sharding
         self._boxed_call = True  # takes one list, which it may empty
 
     def __call__(self, args: list[Any]) -> Any:
+        self._step.ran_in = self._sharding.steps_begun
         return self.function(args)
 
 
@@ -158,7 +160,7 @@ class _Unit:
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
                 return inner(graph, example_inputs, **kwargs)
 
-            compiled = _Compiled(with_plan(step.plan.graphs[phase] if step.plan else None))
+            compiled = _Compiled(with_plan(step.plan.graphs[phase] if step.plan else None), step, self._sharding)
 
             def recompile(graph_plan: GraphPlan) -> None:
                 with context():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from deepcompile._cuda_parts import require_cuda
 from deepcompile._load import _C
@@ -93,9 +95,11 @@ def open_channels(
         return channel
 
     if symmetric_memory:
-        place = f"deepcompile/{name}/{generation}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # not needed any more in some versions, and needed in others
+            enable_symm_mem_for_group(name)
         gather = cuda.symmetric_channel(
-            store("symmetric"), place, group.rank(), group.size(), device.index, timeout=timeout
+            store("symmetric"), name, group.rank(), group.size(), device.index, timeout=timeout
         )
         return Channels(gather, open_one("reduce"), on_host[2], store("other"))
     return Channels(open_one("gather"), open_one("reduce"), on_host[2], store("other"))

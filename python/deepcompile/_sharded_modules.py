@@ -27,8 +27,12 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
+    #: Read in another dtype than it is kept in.
+    casts: bool
     #: The shard is the whole parameter: it is read as it is.
     whole: bool
+    #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
+    serial: int
 
 
 _classes: dict[tuple[type[nn.Module], tuple[_Read, ...]], type[nn.Module]] = {}
@@ -53,12 +57,13 @@ _CALL_OF_MODULES = nn.Module._call_impl.__code__
 
 def _property(read: _Read) -> property:
     attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
-    dtype, keep = read.dtype, read.keep
+    dtype, keep, casts = read.dtype, read.keep, read.casts
 
     def view(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters[attribute]
         assert parameter is not None
-        return parameter.view(shape).to(dtype)
+        whole = parameter.view(shape)
+        return whole.to(dtype) if casts else whole
 
     if read.whole:
         return property(view)
@@ -73,7 +78,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, False)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False, False, 0)).fget
     assert getter is not None
     return getter
 
@@ -129,7 +134,14 @@ def install(sharding: Sharding) -> None:
         keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
         for module, attribute in sharded.places:
             read = _Read(
-                attribute, sharding.graph_id, tuple(sharded.full_shape), sharded.read_dtype, keep, sharding.whole
+                attribute,
+                sharding.graph_id,
+                tuple(sharded.full_shape),
+                sharded.read_dtype,
+                keep,
+                sharded.read_dtype != sharded.param.dtype,
+                sharding.whole,
+                sharding.serial,
             )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -49,14 +50,22 @@ class Agreement:
             self._store.delete_key(f"{number - 1}/{self._rank}")  # everybody has read it: they are here
         return said
 
+    def said_alone(self) -> dict[int, str]:
+        """What other ranks said at the next agreement, to which this rank has not come."""
+        others = {rank: f"{self._count}/{rank}" for rank in range(self._world) if rank != self._rank}
+        return {rank: self._store.get(key).decode() for rank, key in others.items() if self._store.check([key])}
+
     def require_same(self, text: str, what: str) -> None:
         said = self.exchange(text, what)
         for rank, other in enumerate(said):
-            if other != said[0]:
-                raise RuntimeError(
-                    f"rank 0 and rank {rank} differ: each {what}, but rank 0 means {said[0]!r} and rank {rank} {other!r} "
-                    f"(said by rank {self._rank}). Do all ranks run the same model code with the same configuration?"
-                )
+            if other != text:
+                self.refuse(text, other, rank, what)
+
+    def refuse(self, own: str, other: str, rank: int, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"rank {self._rank} and rank {rank} differ: each {what}, but rank {self._rank} means {own!r} and rank {rank} "
+            f"{other!r}. Do all ranks run the same model code with the same configuration?"
+        )
 
 
 __all__ = ["Agreement"]

@@ -71,12 +71,15 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def save_checkpoint(engine: Engine, folder: str | os.PathLike[str], client_state: Any, keep: int | None) -> str:
+def save_checkpoint(
+    engine: Engine, folder: str | os.PathLike[str], tag: str | None, client_state: Any, keep: int | None
+) -> str:
     if engine.gradients_pending:
         raise RuntimeError("save_checkpoint between backwards of one accumulation: save after the step that ends it")
     sharding = engine.sharding
     root = pathlib.Path(folder)
-    name = _agree_on_name(sharding, root, engine.steps)
+    _check_tag(tag)
+    name = _agree_on_name(sharding, root, tag or f"step-{engine.steps}")
     unfinished = root / f".unfinished-{name}"
     flat = _Flat(sharding)
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
@@ -112,15 +115,27 @@ def save_checkpoint(engine: Engine, folder: str | os.PathLike[str], client_state
     return str(root / name)
 
 
-def _agree_on_name(sharding: Sharding, root: pathlib.Path, steps: int) -> str:
-    """A name that no checkpoint has. Rank 0 clears away what a killed job has left."""
+def _check_tag(tag: Any) -> None:
+    if tag is not None and not isinstance(tag, str):
+        raise TypeError(
+            f"the tag of a checkpoint is its name, not a {type(tag).__name__}; what is to be saved beside the model goes "
+            "into client_state=..."
+        )
+    if tag is not None and (not tag or tag == _LATEST or tag.startswith(".") or pathlib.PurePath(tag).name != tag):
+        raise ValueError(f"{tag!r} cannot name a checkpoint: it must be a folder's plain name, other than '{_LATEST}'")
+
+
+def _agree_on_name(sharding: Sharding, root: pathlib.Path, wanted: str) -> str:
+    """``wanted``, with a number behind it where a checkpoint is called so already. Rank 0 clears away what a killed job
+    has left.
+    """
     name = [""]
     if sharding.rank == 0:
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(".unfinished-*"):
             shutil.rmtree(left)
         taken = {path.name for path in root.iterdir()}
-        candidates = itertools.chain([f"step-{steps}"], (f"step-{steps}-{n}" for n in itertools.count(2)))
+        candidates = itertools.chain([wanted], (f"{wanted}-{n}" for n in itertools.count(2)))
         name = [next(candidate for candidate in candidates if candidate not in taken)]
     dist.broadcast_object_list(name, dist.get_global_rank(sharding.group, 0), group=sharding.group)
     return name[0]
@@ -164,7 +179,9 @@ def _point_to(root: pathlib.Path, name: str) -> None:
 def _remove_old(root: pathlib.Path, name: str, keep: int | None) -> None:
     if keep is None:
         return
-    others = sorted((p for p in root.glob("step-*") if p.name != name), key=lambda path: path.stat().st_mtime_ns)
+    others = sorted(
+        (p.parent for p in root.glob(f"*/{_FACTS}") if p.parent.name != name), key=lambda path: path.stat().st_mtime_ns
+    )
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path)
 
@@ -181,9 +198,9 @@ def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> 
     return root / name
 
 
-def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], name: str | None) -> Any:
+def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | None) -> tuple[str, Any]:
     sharding = engine.sharding
-    path = find_checkpoint(folder, name)
+    path = find_checkpoint(folder, tag)
     facts = _read_facts(path)
     _check_model(sharding, facts, path)
     flat = _Flat(sharding)
@@ -209,7 +226,7 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], name: str | 
     random = path / f"random-{sharding.rank}.pt"
     if facts["world"] == sharding.world and random.is_file():
         torch.set_rng_state(torch.load(random))
-    return facts["client"]
+    return str(path), facts["client"]
 
 
 def _read_facts(path: pathlib.Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import pathlib
 import types
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import torch
+
+from deepcompile.deepspeed_keys import SYNONYMS, UNSUPPORTED, WITHOUT_EFFECT, leaf_names, switched_off
 
 CompileMode = Literal["compile", "replay", "off"]
 CompileBackend = Literal["inductor", "aot_eager"]
@@ -54,6 +57,10 @@ class CompileConfig:
     strategy: str = "auto"
     #: Iterations that are measured before the plan is made from measurements; 0 keeps the plan made from estimates.
     profile_steps: int = 3
+    #: By how much steps may become longer or shorter before they are measured and planned again; 0: never.
+    replan_factor: float = 1.5
+    #: Steps whose median is compared.
+    replan_steps: int = 20
     dynamic: bool | None = None
     fullgraph: bool = False
 
@@ -71,6 +78,8 @@ class FP16Config:
     initial_scale_power: int = 16
     #: Steps without overflow after which a dynamic scale doubles.
     loss_scale_window: int = 1000
+    #: A dynamic scale is halved from this overflow on, counted since it was last doubled.
+    hysteresis: int = 1
     min_loss_scale: float = 1.0
 
 
@@ -88,7 +97,12 @@ class Config:
     bf16: BF16Config = dataclasses.field(default_factory=BF16Config)
     fp16: FP16Config = dataclasses.field(default_factory=FP16Config)
     optimizer: OptimizerConfig | None = None
-    gradient_accumulation_steps: int = 1
+    #: None: 1, or what the two batch sizes below ask for.
+    gradient_accumulation_steps: int | None = None
+    #: Samples of all ranks in one optimizer step, and of one rank in one forward: with both the number of accumulation
+    #: steps follows; with all three they must fit. The data loader still makes the batches.
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
     #: Largest global norm of the gradients; 0 does not clip.
     gradient_clipping: float = 0.0
     #: Divide gradients by the number of ranks before the sum instead of after it.
@@ -117,55 +131,6 @@ class Config:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         return None if self.communication_data_type is None else DTYPES[self.communication_data_type]
-
-
-#: Keys of DeepSpeed that mean what one of ours means.
-_SYNONYMS: dict[tuple[str, ...], str] = {
-    ("zero_optimization", "stage3_param_persistence_threshold"): "param_persistence_threshold",
-    ("bfloat16",): "bf16",
-}
-
-#: Keys of DeepSpeed that change nothing here, with the reason. Accepted in silence.
-_WITHOUT_EFFECT = {
-    ("zero_optimization", "overlap_comm"): "reductions always overlap",
-    ("zero_optimization", "contiguous_gradients"): "gradients always are",
-    ("zero_optimization", "reduce_scatter"): "reductions always go to the owners",
-    ("zero_optimization", "allgather_bucket_size"): "the planner decides",
-    ("zero_optimization", "allgather_partitions"): "the planner decides",
-    ("zero_optimization", "stage3_prefetch_bucket_size"): "the planner decides",
-    ("zero_optimization", "stage3_max_live_parameters"): "the planner decides, within memory_budget",
-    ("zero_optimization", "stage3_max_reuse_distance"): "the planner decides, within memory_budget",
-    ("zero_optimization", "sub_group_size"): "the optimizer steps as a whole",
-    ("zero_optimization", "round_robin_gradients"): "every parameter is spread over all ranks",
-    ("train_batch_size",): "the data loader decides",
-    ("train_micro_batch_size_per_gpu",): "the data loader decides",
-    ("steps_per_print",): "",
-    ("wall_clock_breakdown",): "engine.explain() has it",
-    ("zero_allow_untested_optimizer",): "",
-}
-
-#: Keys of DeepSpeed that are understood and not supported.
-_UNSUPPORTED = {
-    ("zero_optimization", "offload_optimizer"): "optimizer states stay on the device in this version",
-    ("zero_optimization", "offload_param"): "parameters stay on the device in this version",
-    ("zero_optimization", "zero_hpz_partition_size"): "secondary partitions are not part of this version",
-    ("zero_optimization", "zero_quantized_weights"): "gathers are not quantized in this version",
-    ("zero_optimization", "zero_quantized_gradients"): "reductions are not quantized in this version",
-    (
-        "zero_optimization",
-        "mics_shard_size",
-    ): "sharding over part of the ranks is not part of this version; pass a group",
-    ("activation_checkpointing",): "use torch.utils.checkpoint in the model; it works under every stage",
-    ("scheduler",): "pass a torch.optim.lr_scheduler to initialize(..., lr_scheduler=...)",
-    ("amp",): "use bf16 or fp16, or torch.autocast in the model",
-    ("sparse_attention",): "the model decides",
-    ("pipeline",): "pipeline parallelism is not part of deepcompile",
-    ("tensor_parallel",): "tensor parallelism is not part of deepcompile",
-    ("flops_profiler",): "engine.explain() and engine.trace() show measured times",
-    ("fp16", "hysteresis"): "a dynamic loss scale is halved at every overflow",
-    ("fp16", "auto_cast"): "floating-point inputs of engine(...) are always cast",
-    ("data_types",): "use communication_data_type; gradients add up in the dtype of the master weights",
-}
 
 
 def load_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -204,23 +169,20 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], path: tuple[str, ..
     kinds = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
     for given, value in values.items():
-        key = _SYNONYMS.get((*path, given), given)
+        key = SYNONYMS.get((*path, given), given)
         place = (*path, key)
+        if place == ("zero_optimization", "leaf_modules"):
+            value = leaf_names(value)
         if key in kinds:
             if key in found:
                 raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{given}'")
             found[key] = _convert(kinds[key], value, place)
-        elif place in _UNSUPPORTED:
-            if value not in (None, False, {}, []) and not _disabled(value):
-                raise ConfigError(f"config key '{'.'.join(place)}' is not supported: {_UNSUPPORTED[place]}")
-        elif place not in _WITHOUT_EFFECT:
+        elif place in UNSUPPORTED:
+            if not switched_off(place, value):
+                raise ConfigError(f"config key '{'.'.join(place)}' is not supported: {UNSUPPORTED[place]}")
+        elif place not in WITHOUT_EFFECT:
             raise ConfigError(f"unknown config key '{'.'.join(place)}'{_nearest(str(key), path, kinds)}")
     return cls(**found)
-
-
-def _disabled(value: Any) -> bool:
-    """Sections that switch themselves off, as DeepSpeed writes them."""
-    return isinstance(value, Mapping) and (value.get("enabled") is False or value.get("device") == "none")
 
 
 def _nearest(key: str, path: tuple[str, ...], kinds: Mapping[str, Any]) -> str:
@@ -299,8 +261,9 @@ def _check_values(config: Config) -> None:
         zero.param_persistence_threshold,
         "it counts elements",
     )
-    steps = config.gradient_accumulation_steps
-    require(steps >= 1, "gradient_accumulation_steps", steps, "it must be at least 1")
+    for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"):
+        count = getattr(config, key)
+        require(count is None or count >= 1, key, count, "it must be at least 1")
     clip = config.gradient_clipping
     require(0 <= clip < float("inf"), "gradient_clipping", clip, "it is a norm, or 0 for no clipping")
     require(0 < config.timeout < 1e8, "timeout", config.timeout, "it counts seconds, above 0 and below 1e8")
@@ -309,6 +272,7 @@ def _check_values(config: Config) -> None:
     require(fp16.loss_scale >= 0, "fp16.loss_scale", fp16.loss_scale, "it must be above 0, or 0 for a dynamic scale")
     require(0 <= fp16.initial_scale_power <= 126, "fp16.initial_scale_power", fp16.initial_scale_power, "0 to 126")
     require(fp16.loss_scale_window >= 1, "fp16.loss_scale_window", fp16.loss_scale_window, "it counts steps")
+    require(fp16.hysteresis >= 1, "fp16.hysteresis", fp16.hysteresis, "it counts overflows, from 1")
     require(fp16.min_loss_scale > 0, "fp16.min_loss_scale", fp16.min_loss_scale, "it must be above 0")
     if config.bf16.enabled and fp16.enabled:
         raise ConfigError("config keys 'bf16.enabled' and 'fp16.enabled' are both true; choose one")
@@ -317,6 +281,11 @@ def _check_values(config: Config) -> None:
     require(strategy in strategies, "compile.strategy", strategy, f"it must be one of {', '.join(strategies)}")
     profile = config.compile.profile_steps
     require(profile >= 0, "compile.profile_steps", profile, "it counts iterations")
+    factor, steps = config.compile.replan_factor, config.compile.replan_steps
+    require(
+        factor == 0 or 1 < factor < float("inf"), "compile.replan_factor", factor, "it must be above 1, or 0 for never"
+    )
+    require(steps >= 1, "compile.replan_steps", steps, "it counts steps")
     if config.optimizer is not None and not hasattr(torch.optim, config.optimizer.type):
         close = difflib.get_close_matches(config.optimizer.type, dir(torch.optim), n=1, cutoff=0.4)
         hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -324,9 +293,31 @@ def _check_values(config: Config) -> None:
     if not config.compile.enabled:
         config.compile.mode = "off"
     if config.compile.mode == "replay":
+        require(profile >= 1, "compile.profile_steps", profile, "replay records at least one iteration")
+
+
+def accumulation_steps(config: Config, world: int) -> int:
+    """Backwards in one optimizer step: as configured, or as the batch sizes ask for on ``world`` ranks."""
+    steps, batch, micro = (
+        config.gradient_accumulation_steps,
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+    )
+    if batch is None or (micro is None and steps is None):
+        steps = steps or 1
+        if batch is not None and batch % world:
+            raise ConfigError(f"config key 'train_batch_size' is {batch}, which {world} ranks cannot share evenly")
+        return steps
+    known = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    given = {key: value for key, value in known.items() if value is not None}
+    product = math.prod(given.values()) * world
+    if batch % product or (len(given) == 2 and batch != product):
+        factors = " x ".join(f"{key} ({value})" for key, value in given.items())
         raise ConfigError(
-            "config key 'compile.mode' is 'replay', which is not supported: it is not part of this version"
+            f"config key 'train_batch_size' is {batch}, which is not {factors} x {world} ranks"
+            f"{' = ' + str(product) if len(given) == 2 else ' times a whole number'}"
         )
+    return steps or batch // product
 
 
 __all__ = [
@@ -337,5 +328,6 @@ __all__ = [
     "FP16Config",
     "OptimizerConfig",
     "ZeroConfig",
+    "accumulation_steps",
     "load_config",
 ]

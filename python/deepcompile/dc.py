@@ -126,6 +126,20 @@ class Runtime:
         """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
         self._native.set_persistent(ds_id)
 
+    def set_grad_buffer(
+        self, ds_id: int, grad_buffer: torch.Tensor | None, *, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        """Between steps: a frozen ZeRO-3 parameter is trained from now on, or (None) a trained one is frozen. The ranks
+        agree on it at the next ``start_forward``.
+        """
+        self._native.set_grad_buffer(ds_id, grad_buffer, reduce_dtype)
+
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]]) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. The
+        same on all ranks, between backwards.
+        """
+        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets])
+
     def start_forward(self) -> None:
         """The first call proves, in one collective, that all ranks have registered the same."""
         self._native.start_forward()

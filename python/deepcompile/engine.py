@@ -8,105 +8,26 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer
 from deepcompile.clipping import Clipping
-from deepcompile.config import Config, OptimizerConfig, load_config
-from deepcompile.deferred import InitFunction
+from deepcompile.config import Config
+from deepcompile.drift import Drift
+from deepcompile.engine_replay import ReplayProfile
+from deepcompile.engine_surface import EngineSurface
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
-from deepcompile.report import Explanation, StepTimes, explain, one_line, trace_events
-from deepcompile.sharding import Sharding, is_sharded, shard, sharding_of
+from deepcompile.report import Explanation, StepTimes, explain, trace_events
+from deepcompile.sharding import Sharding, sharding_of
 
 _log = logging.getLogger("deepcompile")
 
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-
-def initialize(
-    model: nn.Module,
-    optimizer: OptimizerLike | None = None,
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    *,
-    lr_scheduler: Any | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    init_fn: InitFunction | None = None,
-) -> Engine:
-    """Shards ``model`` (unless :func:`deepcompile.shard` has) and returns its engine. ``optimizer`` is one over the
-    parameters of ``model``, a function that makes one from them, or left to ``config["optimizer"]``.
-    """
-    checked = load_config(config)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize takes a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _check_optimizer(model, optimizer)
-    if not is_sharded(model):
-        if isinstance(optimizer, torch.optim.Optimizer) and any(param.is_meta for param in model.parameters()):
-            raise ValueError(
-                "the model's parameters have no data yet and are about to be made: pass a function that makes the optimizer"
-            )
-        shard(model, checked, process_group=process_group, init_fn=init_fn)
-    elif config is None:
-        checked = sharding_of(model).config
-    elif checked.stage != sharding_of(model).config.stage:
-        raise ValueError(
-            f"the model was sharded for stage {sharding_of(model).config.stage} and config asks for {checked.stage}"
-        )
-    return Engine(model, _make_optimizer(model, optimizer, checked.optimizer), checked, lr_scheduler)
-
-
-def _make_optimizer(
-    model: nn.Module, optimizer: OptimizerLike | None, config: OptimizerConfig | None
-) -> torch.optim.Optimizer | None:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if config is not None:
-            raise ValueError("an optimizer was passed and config key 'optimizer' asks for another; give one of them")
-        return optimizer
-    if callable(optimizer):
-        made = optimizer(param for param in model.parameters() if param.requires_grad)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"the function that was to make the optimizer returned a {type(made).__name__}")
-    elif optimizer is not None:
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer or a function that makes one, not {type(optimizer).__name__}"
-        )
-    elif config is not None:
-        made = getattr(torch.optim, config.type)(
-            [param for param in model.parameters() if param.requires_grad], **config.params
-        )
-    else:
-        return None
-    _check_optimizer(model, made)
-    return made
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    refuse_whole_parameter_optimizer(optimizer)
-    members = set(model.parameters())
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param in members:
-                continue
-            if hasattr(param, "full_shape"):
-                raise ValueError(
-                    f"the optimizer's group {index} holds a parameter of shape {list(param.full_shape)} that belongs to "
-                    "another, already sharded model"
-                )
-            raise ValueError(
-                f"the optimizer's group {index} holds a parameter of shape {list(param.shape)} that is not one of the "
-                f"model's: make the optimizer from the parameters of the {type(model).__name__} that is passed"
-            )
-    if optimizer.state and not is_sharded(model):
-        raise ValueError("the optimizer has state already: shard the model before its first step")
-
-
-class Engine:
+class Engine(EngineSurface):
     """Trains one sharded model. Made by :func:`initialize`."""
 
     def __init__(
@@ -122,15 +43,22 @@ class Engine:
         self.steps = 0
         self.skipped_steps = 0
         self._clipping = Clipping(self.sharding, config.gradient_clipping)
-        self._micro_steps = 0  # backwards since the last optimizer step
+        #: Backwards so far, and since the last optimizer step.
+        self.micro_steps = 0
+        self._micro_steps = 0
         self._awaits_step = False
+        self._in_step = False  # from the first forward to the update
         self._said_skip = False
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
-        self.profile = Profile(self.sharding, 0)
+        self.profile: Profile | ReplayProfile = Profile(self.sharding, 0)
+        self.drift = Drift(self.sharding, 0, 1)
         if config.compile.mode == "compile":
             self._compile()
+        elif config.compile.mode == "replay":
+            self.sharding.planner  # noqa: B018 - made here, by all ranks together
+            self.profile = ReplayProfile(self.sharding, config.compile.profile_steps)
 
     def _compile(self) -> None:
         options = self.config.compile
@@ -139,6 +67,9 @@ class Engine:
         )
         self.sharding.planner  # noqa: B018 - made here, by all ranks together
         self.profile = Profile(self.sharding, options.profile_steps)
+        # On CUDA the calls only enqueue: how long they take says nothing of the step.
+        factor = options.replan_factor if self.sharding.runtime.device.type == "cpu" else 0
+        self.drift = Drift(self.sharding, factor, options.replan_steps)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -155,19 +86,23 @@ class Engine:
         else:
             runtime.start_forward()
         if training:
+            self.drift.start()
             self.profile.start_forward()
         try:
             return self._forward(*args, **kwargs)
+        except Exception as error:
+            self.profile.failed(error)
+            raise
         finally:
             if training:
                 self.profile.end_forward()
+                self.drift.stop()
             runtime.end_forward()
 
-    @property
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when an optimizer step follows the next (or the last) backward."""
         done = self._micro_steps - int(self._awaits_step)
-        return (done + 1) % self.config.gradient_accumulation_steps == 0
+        return (done + 1) % self.gradient_accumulation_steps() == 0
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """The gradients of ``loss``, divided by the accumulation steps, averaged over the ranks."""
@@ -183,15 +118,22 @@ class Engine:
             raise RuntimeError(
                 "engine.backward: the loss does not depend on any trainable parameter (made under no_grad, or detached?)"
             )
-        update = self.is_gradient_accumulation_boundary
+        update = self.is_gradient_accumulation_boundary()
+        self.drift.start()
         self.sharding.runtime.start_backward(update)
-        factor = self.loss_scale.value / self.config.gradient_accumulation_steps
+        factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
-        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
-        torch.ops.dc.end_backward(self.sharding.graph_id)
-        self.profile.end_backward()
+        try:
+            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            torch.ops.dc.end_backward(self.sharding.graph_id)
+            self.profile.end_backward()
+        except Exception as error:
+            self.profile.failed(error)
+            raise
         self.sharding.end_backward()
+        self.drift.stop()
         self._micro_steps += 1
+        self.micro_steps += 1
         self._awaits_step = True
         return loss
 
@@ -199,13 +141,14 @@ class Engine:
         """At the accumulation boundary: clips, updates, clears the gradients. True when parameters were updated."""
         if not self._awaits_step:
             raise RuntimeError("engine.step was called without engine.backward(loss) before it")
-        boundary = self.is_gradient_accumulation_boundary
+        boundary = self.is_gradient_accumulation_boundary()
         self._awaits_step = False
         if not boundary:
             return False
         self._micro_steps = 0
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
+        self.drift.start()
         started = time.monotonic_ns()
         if self._clipping.heard():
             self._skip("the step before the last")
@@ -220,28 +163,45 @@ class Engine:
         else:
             self._skip()
         self.zero_grad()
+        self.drift.stop()
         self.profile.end_update(started)
         self._end_step()
         return taken
 
     def _begin_step(self) -> None:
-        if not self._micro_steps and not self._awaits_step:
+        if not self._in_step:  # the first of its forwards
+            self._in_step = True
+            changed = self.sharding.update_trainable()
+            if changed and self.sharding.rank == 0:
+                _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
+            self.sharding.steps_begun += 1
             self.times.begin(self.stats()["wait_seconds"])
+            self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()
                 self.sharding.runtime.record_timeline(True)
 
     def _end_step(self) -> None:
+        self._in_step = False
         self.times.end(self.stats()["wait_seconds"])
+        self.profile.end_step()
         if self.profile.ready():
             changed = self.profile.plan()
             self.times.forget()
+            self.drift.forget()
             if self.sharding.rank == 0:
-                _log.info("%s", one_line(self.sharding, changed, self.profile.why_not))
+                _log.info("%s", self.profile.line(changed))
         elif self._trace_to is not None and self.profile.done:
             self.sharding.runtime.record_timeline(False)
-            pathlib.Path(self._trace_to).write_text(trace_events(self, self.sharding.runtime.take_timeline()))
+            pathlib.Path(self._trace_to).write_text(trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
+        if (
+            isinstance(self.profile, Profile)
+            and self.profile.done
+            and not self.profile.why_not
+            and self.drift.noticed()
+        ):
+            self.profile.again()
 
     @property
     def grad_norm(self) -> float | None:
@@ -269,45 +229,6 @@ class Engine:
     def zero_grad(self) -> None:
         for param in self.module.parameters():
             param.grad = None
-
-    # -- the model ---------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self.module.parameters()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The shards of this rank. ``deepcompile.full_state_dict(engine.module)`` gives whole parameters."""
-        return self.module.state_dict()
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, folder: str | os.PathLike[str], client_state: Any = None, *, keep: int | None = None
-    ) -> str:
-        """Saves model, optimizer, loss scale, schedule, random state and ``client_state`` (anything that can be pickled)
-        under ``folder`` and returns where. Every rank calls it. A job that is killed meanwhile leaves the last as it was.
-        ``keep``: how many checkpoints stay; None: all.
-        """
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is {keep}; at least the checkpoint that is being saved stays")
-        from deepcompile import checkpoint  # it brings much with it
-
-        return checkpoint.save_checkpoint(self, folder, client_state, keep)
-
-    def load_checkpoint(self, folder: str | os.PathLike[str], name: str | None = None) -> Any:
-        """Loads the latest checkpoint of ``folder`` (or the one called ``name``), saved by any number of ranks under any
-        stage, and returns its ``client_state``. Random states are restored when the number of ranks is the same.
-        """
-        from deepcompile import checkpoint
-
-        return checkpoint.load_checkpoint(self, folder, name)
 
     @property
     def gradients_pending(self) -> bool:
@@ -354,4 +275,4 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-__all__ = ["Engine", "initialize"]
+__all__ = ["Engine"]

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from deepcompile import _channels
 from deepcompile.config import Config, load_config
-from deepcompile.engine import initialize
 from deepcompile.full import full_state_dict
+from deepcompile.initialization import initialize
 from deepcompile.sharding import slice_of
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
@@ -86,7 +86,7 @@ def check_parity(
     engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1e-2), checked, process_group=group)
     optimizer = torch.optim.SGD(reference.parameters(), lr=1e-2)
     result = Parity(Difference(), Difference(), Difference())
-    accumulation = checked.gradient_accumulation_steps
+    accumulation = engine.gradient_accumulation_steps()
     shards = {sharded.name: sharded.param for sharded in engine.sharding.params}
     for step in range(steps):
         for _ in range(accumulation):
@@ -95,7 +95,7 @@ def check_parity(
             loss = loss_of(engine, batch)  # type: ignore[arg-type]
             result.loss.see(_relative(loss.detach(), losses[rank].detach()), f"step {step}")
             engine.backward(loss)
-            if engine.is_gradient_accumulation_boundary:
+            if engine.is_gradient_accumulation_boundary():
                 for name, param in reference.named_parameters():
                     if name in shards and param.grad is not None:
                         own = slice_of(param.grad * engine.loss_scale.value, rank, world)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
+from deepcompile.prefetch_limit import limit_prefetch
 from deepcompile.segments import Segments, cut, structure_hash
 from deepcompile.step_plan import (
     BACKWARD,
@@ -24,10 +26,10 @@ from deepcompile.step_plan import (
     ParamFacts,
     StepPlan,
     saved_buffers,
-    step_graph_text,
     step_plan,
     without_keeping,
 )
+from deepcompile.whole_step import Inputs, plan_whole_step
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -50,6 +52,19 @@ def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
     return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
 
 
+#: How a rank says that it has no plan; the reason follows.
+_NO_PLAN = "no plan: "
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedOptions:
+    """How an iteration that was recorded as a whole is planned."""
+
+    machine: planner.Machine  # measured
+    budget: int
+    prefetch_ahead: int | None  # layers that a gather may be started ahead; None: as the planner likes
+
+
 @dataclasses.dataclass
 class Step:
     """One traced step (or a forward alone) and its plan."""
@@ -62,6 +77,9 @@ class Step:
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
+    ran_in: int = 0  # number of the engine's step in which its forward ran last
+    #: Of a recorded iteration; where not given, the planner's own.
+    recorded: RecordedOptions | None = None
     #: Compiles one phase anew with another plan.
     recompile: dict[str, Callable[[GraphPlan], None]] = dataclasses.field(default_factory=dict)
 
@@ -77,9 +95,14 @@ class StepPlanner:
         self._sharding = sharding
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
-        self._agreement = Agreement(sharding.group, f"plan/{sharding.graph_id}", self._config.timeout)
+        self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
+        self._facts: dict[str, ParamFacts] = {}
+        self.learn_facts()
+
+    def learn_facts(self) -> None:
+        """What each parameter holds besides what graphs show; again when others are trained."""
         self._facts = {
             sharded.name: ParamFacts(
                 shard_bytes=sharded.param.nbytes,
@@ -87,7 +110,7 @@ class StepPlanner:
                 state_bytes=2 * sharded.param.nbytes if sharded.param.requires_grad else 0,
                 stays=sharded.persistent or sharded.leaf,
             )
-            for sharded in sharding.params
+            for sharded in self._sharding.params
         }
 
     def _agree_on_budget(self) -> int:
@@ -114,32 +137,90 @@ class StepPlanner:
         step = Step(f"step-{len(self.steps)}", graphs, saved)
         step.seconds = {phase: [segment.seconds for segment in cut_.segments] for phase, cut_ in graphs.items()}
         self._plan(step)
-        outcome = step.plan.hash if step.plan else f"no plan ({step.why_not})"
-        self._agreement.require_same(f"graph {key}, plan {outcome}", "compiled a new graph")
+        self._agree(step, f"graph {key}", "compiled a new graph")
         self.steps[key] = step
+        self._place_reductions()
         return step
 
     def _plan(self, step: Step) -> None:
+        """Gives the step a plan, or the reason why there is none."""
+        step.plan = None
         unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
-        text = step_graph_text(
-            step.name, step.graphs, self._facts, self._sharding.world, step.seconds, step.saved, step.update_seconds
+        recorded = step.recorded
+        inputs = Inputs(
+            step.name,
+            step.graphs,
+            self._facts,
+            self._sharding.world,
+            step.seconds,
+            step.saved,
+            step.update_seconds,
+            recorded.machine if recorded else self.machine,
+            recorded.budget if recorded else self.budget,
+            self._config.compile.strategy,
         )
-        graph = planner.StepGraph(text, step.name)
+        keeps = not step.trains or recorded is not None or self._may_keep(step)
         try:
-            planned = planner.plan(graph, self.machine, budget=self.budget, strategy=self._config.compile.strategy)
+            if recorded:
+                step.plan = _plan_recorded(inputs, recorded)
+            else:
+                step.plan = plan_whole_step(inputs, (self._config.gradient_accumulation_steps or 1) if keeps else 1)
         except planner.BudgetError as error:
-            step.plan, step.why_not = None, str(error)
+            step.why_not = str(error)
             return
-        if any(kind in ("offload", "reload") for kind, _, _, _ in planned.instructions):
-            step.plan, step.why_not = None, f"{self.budget} bytes do not hold the step without offloading"
+        except MemoryError:
+            step.why_not = f"rank {self._sharding.rank} ran out of memory while planning"
             return
-        step.plan = step_plan(text, planned, step.graphs, self._facts)
         step.why_not = ""
-        if step.trains and not self._may_keep(step):
+        if not keeps:
             step.plan = without_keeping(step.plan, self._facts)
+
+    def plan_recorded(self, step: Step) -> None:
+        """Plans an iteration that was recorded. The caller sees to it that all ranks do and mean the same."""
+        self._plan(step)
+
+    def load_recorded(self, step: Step, graph_text: str, plan_text: str) -> None:
+        """Takes a plan that was made before, proved again."""
+        assert step.recorded is not None
+        graph = planner.StepGraph(graph_text, step.name)
+        step.plan = step_plan(
+            graph_text, planner.load_plan(graph, step.recorded.machine, plan_text), step.graphs, self._facts
+        )
+
+    def _agree(self, step: Step, what: str, said: str) -> None:
+        """All ranks plan the same, or none: where one has no plan, all run as without one."""
+        own = f"plan {step.plan.hash}" if step.plan else f"{_NO_PLAN}{step.why_not}"
+        outcomes = []
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", said)):
+            other, _, outcome = line.partition("\n")
+            if other != what:
+                self._agreement.refuse(what, other, rank, said)
+            outcomes.append(outcome)
+        without = next((outcome for outcome in outcomes if outcome.startswith(_NO_PLAN)), None)
+        if without is not None:
+            step.plan, step.why_not = None, without.removeprefix(_NO_PLAN)
+            return
+        for rank, outcome in enumerate(outcomes):
+            if outcome != own:
+                self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, said)
+
+    @property
+    def plans_reductions(self) -> bool:
+        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction."""
+        sized = self._config.zero_optimization.reduce_bucket_size is not None
+        return not sized and self._sharding.world > 1 and not self._sharding.collectives_stop_compute
+
+    def _place_reductions(self) -> None:
+        """Tells the runtime which gradients to reduce together."""
+        if not self.plans_reductions:
+            return
+        ids = {sharded.name: sharded.id for sharded in self._sharding.params}
+        planned = [step.plan.reductions for step in self.steps.values() if step.trains and step.plan is not None]
+        buckets = [[ids[name] for name in bucket] for reductions in planned for bucket in reductions]
+        self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets)
 
     def _may_keep(self, step: Step) -> bool:
         """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
@@ -156,13 +237,17 @@ class StepPlanner:
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
     ) -> bool:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
-        before = step.plan.graphs if step.plan else None
+        before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
-        step.seconds, step.update_seconds, step.measured = seconds, update_seconds, True
+        step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
-        outcome = step.plan.hash if step.plan else "none"
-        self._agreement.require_same(f"{step.name} measured, plan {outcome}", "planned from measurements")
-        if step.plan is None or step.plan.graphs == before:
+        self._agree(step, f"{step.name} measured", "planned from measurements")
+        if step.plan is None:
+            step.plan = plan_before  # on all ranks; it is safe, and compiled
+            return False
+        step.measured = True
+        self._place_reductions()
+        if step.plan.graphs == before:
             return False
         for phase, recompile in step.recompile.items():
             if before is None or step.plan.graphs[phase] != before[phase]:
@@ -170,9 +255,23 @@ class StepPlanner:
         return True
 
     def training_step(self) -> Step | None:
-        """The one step that trains; None where there is none or more than one."""
+        """The one step that trains, of those that ran last; None where there is none or more than one."""
         training = [step for step in self.steps.values() if step.trains]
-        return training[0] if len(training) == 1 else None
+        last = max((step.ran_in for step in training), default=0)
+        running = [step for step in training if step.ran_in == last]
+        return running[0] if len(running) == 1 else None
+
+    def median_over_ranks(self, value: float, what: str) -> float:
+        """A collective, with a deadline."""
+        return statistics.median(float(text) for text in self._agreement.exchange(repr(value), what))
+
+
+def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
+    text, planned = inputs.plan(micro_batches=1)
+    if options.prefetch_ahead is not None:
+        graph = planner.StepGraph(text, inputs.name)
+        planned = limit_prefetch(graph, options.machine, planned, inputs.graphs, options.prefetch_ahead)
+    return step_plan(text, planned, inputs.graphs, inputs.facts)
 
 
 def memory_name(device: torch.device) -> str:
@@ -197,4 +296,4 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-__all__ = ["Step", "StepPlanner", "available_memory"]
+__all__ = ["RecordedOptions", "Step", "StepPlanner", "available_memory"]

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from deepcompile import plan as planner
 from deepcompile.planning import Step
+from deepcompile.report import one_line
 from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan
 
 if TYPE_CHECKING:
@@ -56,6 +57,18 @@ class Profile:
     def _recording(self) -> bool:
         return not self.done and self._seen > 0  # in the first iteration compilers run
 
+    def begin_step(self, traces: bool) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
+        pass
+
+    def line(self, changed: bool) -> str:
+        return one_line(self._sharding, changed, self.why_not)
+
     def _now(self) -> int:
         """When the device has done what it was given, which in a measured iteration may take its time."""
         if self._sharding.runtime.device.type == "cuda":
@@ -86,6 +99,12 @@ class Profile:
         if not self.done:
             self._seen += 1
 
+    def again(self) -> None:
+        """Measures anew. The first iteration is left out as ever."""
+        self.done, self._seen = False, 0
+        self._finished.clear()
+        self._updates.clear()
+
     def end_update(self, started: int) -> None:
         """An optimizer step that began at ``started`` has ended."""
         if self._finished and not self.done:  # the first one makes the optimizer's state
@@ -113,16 +132,7 @@ class Profile:
             if not self.why_not:
                 self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
             return False
-        seconds = {
-            phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
-            for phase, values in everybody[0]["seconds"].items()
-        }
-        machine = measured_machine(
-            self._sharding.planner.machine,
-            _fastest(one["gathers"] for one in everybody),
-            _fastest(one["reductions"] for one in everybody),
-        )
-        update_seconds = statistics.median(one["update"] for one in everybody)
+        seconds, update_seconds, machine = over_ranks(everybody, self._sharding.planner.machine)
         return self._sharding.planner.replan(step, seconds, update_seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
@@ -156,9 +166,24 @@ class Profile:
         return {
             "seconds": seconds,
             "update": statistics.median(self._updates) * 1e-9 if self._updates else 1e-6,
-            "gathers": _by_size(spans, "gather"),
-            "reductions": _by_size(spans, "reduce"),
+            "gathers": by_size(spans, "gather"),
+            "reductions": by_size(spans, "reduce"),
         }
+
+
+def over_ranks(
+    everybody: Sequence[Mapping[str, Any]], machine: planner.Machine
+) -> tuple[dict[str, list[float]], float, planner.Machine]:
+    """What all ranks measured, as one: the medians of the segments' times and of the optimizer's, and ``machine`` with the
+    measured curves.
+    """
+    seconds = {
+        phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
+        for phase, values in everybody[0]["seconds"].items()
+    }
+    update_seconds = statistics.median(one["update"] for one in everybody)
+    gathers, reductions = (_fastest(one[kind] for one in everybody) for kind in ("gathers", "reductions"))
+    return seconds, update_seconds, measured_machine(machine, gathers, reductions)
 
 
 def segment_seconds(
@@ -206,7 +231,7 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def _by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
+def by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
     """Median seconds by bytes."""
     found: dict[int, list[int]] = {}
     for name, _, size, start, end in spans:
@@ -239,4 +264,4 @@ def measured_machine(
     return planner.Machine("\n".join(lines) + "\n")
 
 
-__all__ = ["Profile", "measured_machine", "segment_seconds"]
+__all__ = ["Profile", "by_size", "measured_machine", "over_ranks", "segment_seconds"]

@@ -66,6 +66,8 @@ class Explanation:
 
 
 def explain(engine: Engine) -> Explanation:
+    from deepcompile.engine_replay import ReplayProfile  # it uses this module
+
     sharding, stats = engine.sharding, engine.stats()
     rows: list[tuple[str, str]] = [
         ("model", f"{type(engine.module).__name__}, {sum(s.numel for s in sharding.params):,} parameters"),
@@ -73,7 +75,8 @@ def explain(engine: Engine) -> Explanation:
         ("precision", _precision(engine)),
     ]
     step = sharding.planner.training_step() if engine.config.compile.mode == "compile" else None
-    rows += _plan_rows(engine, step)
+    graph = engine.profile.graph if isinstance(engine.profile, ReplayProfile) else None
+    rows += graph.rows() if graph is not None else _plan_rows(engine, step)
     times = engine.times
     if times.seconds:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
@@ -95,7 +98,7 @@ def explain(engine: Engine) -> Explanation:
     rows.append(("gathered at most", _bytes(stats["gathered_bytes_peak"])))
     rows.append(("steps", f"{engine.steps} taken, {engine.skipped_steps} skipped"))
     words = step.plan.planned.explain(20) if step is not None and step.plan is not None else ""
-    return Explanation(rows, words)
+    return Explanation(rows, graph.explain().plan if graph is not None else words)
 
 
 def _precision(engine: Engine) -> str:
@@ -110,6 +113,9 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     options = engine.config.compile
     if options.mode == "off":
         return [("compiled", "no: config key 'compile.enabled' or 'compile.mode' switches it off")]
+    if options.mode == "replay":
+        why = engine.profile.why_not or "the first iterations are being recorded"
+        return [("replay", f"nothing is active, parameters are gathered on demand: {why}")]
     graphs = engine.sharding.planner.steps
     if not graphs:
         return [("compiled", "nothing yet: no forward has run, or every frame was skipped")]
@@ -117,28 +123,48 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if step is None or step.plan is None:
         why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
         return [*rows, ("plan", f"none for the step as a whole: {why}")]
-    planned = step.plan.planned
-    source = "measured times" if step.measured else "estimated times"
-    rows.append(("plan", f"{planned.strategy}, from {source}, hash {planned.hash}"))
+    rows += step_rows(step)
+    by_size = "by the size of the buckets"
+    planned_buckets = f"{len(step.plan.reductions)} in a backward, as planned"
+    rows.append(("reductions", planned_buckets if engine.sharding.planner.plans_reductions else by_size))
+    if engine.drift.history:
+        expected, found = engine.drift.history[-1]
+        times = f"{len(engine.drift.history)} times" if len(engine.drift.history) > 1 else "once"
+        rows.append(("planned again", f"{times}, last when a step went from {_seconds(expected)} to {_seconds(found)}"))
     if not step.measured and engine.profile.done and engine.profile.why_not:
         rows.append(("not measured", engine.profile.why_not))
+    return rows
+
+
+def step_rows(step: Step) -> list[tuple[str, str]]:
+    """What the plan of a step is and what it is predicted to give."""
+    assert step.plan is not None
+    planned = step.plan.planned
+    source = "measured times" if step.measured else "estimated times"
+    rows = [("plan", f"{planned.strategy}, from {source}, hash {planned.hash}")]
     bound = planned.lower_bound_ns
+    micro_batches = step.plan.micro_batches
+    of = f" for {micro_batches} micro-batches" if micro_batches > 1 else ""
     rows.append(
-        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}; no plan takes less than {_seconds(bound * 1e-9)}")
+        ("predicted step", f"{_seconds(planned.step_ns * 1e-9)}{of}; no plan takes less than {_seconds(bound * 1e-9)}")
     )
-    rows.append(("predicted exposed", _seconds(_predicted_exposed(step))))
-    rows.append(("predicted peak", f"{_bytes(planned.peak_bytes)} of {_bytes(planned.budget)}"))
+    rows.append(("predicted exposed", _seconds(predicted_exposed(step))))
+    peak = max(planned.peak_bytes, step.plan.micro.peak_bytes)
+    rows.append(("predicted peak", f"{_bytes(peak)} of {_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
     kept = [take.param for take in forward.takes if take.keep]
     rows.append(("launches", f"{len(forward.launches)} in the forward, {len(backward.launches)} in the backward"))
     rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
+    if micro_batches > 1:
+        rows.append(("kept for all micro-batches", f"{len(step.plan.kept)} parameters"))
     return rows
 
 
-def _predicted_exposed(step: Step) -> float:
-    """What the step takes beyond its compute, in seconds. (Where a collective stops compute, the planner counts it there.)"""
+def predicted_exposed(step: Step) -> float:
+    """What the step takes beyond its compute, in seconds. Where a collective stops compute, the planner counts it there."""
     assert step.plan is not None
-    compute = sum(sum(seconds) for seconds in step.seconds.values()) + step.update_seconds
+    micro_batch = sum(sum(seconds) for seconds in step.seconds.values())
+    compute = micro_batch * step.plan.micro_batches + step.update_seconds
     return max(0.0, step.plan.planned.step_ns * 1e-9 - compute)
 
 
@@ -151,19 +177,19 @@ def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     return (
         f"deepcompile: ZeRO-{sharding.config.stage} on {sharding.world} ranks, plan '{planned.strategy}' from measurements"
         f"{'' if changed else ' (the same as from estimates)'}: step {_seconds(planned.step_ns * 1e-9)}, "
-        f"{_seconds(_predicted_exposed(step))} of communication exposed, {kept} parameters kept to the backward, peak "
+        f"{_seconds(predicted_exposed(step))} of communication exposed, {kept} parameters kept to the backward, peak "
         f"{_bytes(planned.peak_bytes)}"
     )
 
 
-def trace_events(engine: Engine, spans: list[tuple[str, int, int, int, int]]) -> str:
+def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]) -> str:
     """Chrome's trace format: what the caller waited for, and what ran on the channels."""
-    names = {sharded.id: sharded.name for sharded in engine.sharding.params}
+    names = {sharded.id: sharded.name for sharded in sharding.params}
     tracks = {"take": (0, "program: waits for parameters"), "grad": (1, "program: gives gradients")}
     tracks |= {"gather": (2, "gather channel"), "reduce": (3, "reduce channel")}
     begin = min((span[3] for span in spans), default=0)
     events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": engine.sharding.rank, "tid": tid, "args": {"name": name}}
+        {"name": "thread_name", "ph": "M", "pid": sharding.rank, "tid": tid, "args": {"name": name}}
         for tid, name in tracks.values()
     ]
     for kind, parameter, size, start, end in spans:
@@ -172,7 +198,7 @@ def trace_events(engine: Engine, spans: list[tuple[str, int, int, int, int]]) ->
                 "name": names.get(parameter, str(parameter)),
                 "cat": kind,
                 "ph": "X",
-                "pid": engine.sharding.rank,
+                "pid": sharding.rank,
                 "tid": tracks[kind][0],
                 "ts": (start - begin) / 1e3,
                 "dur": (end - start) / 1e3,
@@ -182,4 +208,4 @@ def trace_events(engine: Engine, spans: list[tuple[str, int, int, int, int]]) ->
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-__all__ = ["Explanation", "StepTimes", "explain", "one_line", "trace_events"]
+__all__ = ["Explanation", "StepTimes", "explain", "one_line", "predicted_exposed", "step_rows", "trace_events"]

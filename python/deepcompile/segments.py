@@ -148,10 +148,7 @@ def cut(module: fx.GraphModule) -> Segments:
             shape, dtype = node.args[2], node.args[3] if len(node.args) > 3 else None
             value = node.meta["val"]
             params[name_of(node)] = GatheredParam(name_of(node), tuple(shape), dtype or value.dtype)
-    largest = max((param.bytes for param in params.values()), default=0)
-    small = {
-        name for name, param in params.items() if param.bytes <= SMALL_BYTES and param.bytes * SMALL_PART <= largest
-    }
+    small = small_params(params.values())
     segments = [Segment(None)]
     last_reduction = {name_of(node): node for node in graph.nodes if node.target is REDUCE}
     for node in graph.nodes:
@@ -173,6 +170,13 @@ def cut(module: fx.GraphModule) -> Segments:
     for source in output.all_input_nodes:  # a parameter that the graph returns is used to its end
         segments[-1].uses += [name for name in roots.get(source, ()) if name not in segments[-1].uses]
     return Segments(params, segments, roots)
+
+
+def small_params(params: Iterable[GatheredParam]) -> set[str]:
+    """Those that begin no segment."""
+    all_params = list(params)
+    largest = max((param.bytes for param in all_params), default=0)
+    return {p.name for p in all_params if p.bytes <= SMALL_BYTES and p.bytes * SMALL_PART <= largest}
 
 
 def structure_hash(graphs: Iterable[Segments]) -> str:
@@ -232,4 +236,13 @@ def _symbolic(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and any(not isinstance(s, int) for s in v.shape) for v in values)
 
 
-__all__ = ["GatheredParam", "Segment", "Segments", "cut", "has_gathers", "mark_params", "structure_hash"]
+__all__ = [
+    "GatheredParam",
+    "Segment",
+    "Segments",
+    "cut",
+    "has_gathers",
+    "mark_params",
+    "small_params",
+    "structure_hash",
+]

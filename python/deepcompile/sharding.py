@@ -12,7 +12,6 @@ rank until the backward before an update.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -23,14 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
-from deepcompile.config import Config, load_config
+from deepcompile.config import Config, accumulation_steps, load_config
 from deepcompile.deferred import InitFunction, make_shards
+from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
     from deepcompile.planning import StepPlanner
-
-#: Graphs of the engine: above what programs that use the operators directly choose.
-_graph_ids = itertools.count(1 << 20)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,11 +58,13 @@ class ShardedParam:
 class Sharding:
     """What was done to one model: its runtime, its graph and its parameters."""
 
-    def __init__(self, model: nn.Module, config: Config, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, config: Config, group: dist.ProcessGroup, identity: Identity) -> None:
         self.config = config
         self.group = group
         self.rank, self.world = group.rank(), group.size()
-        self.graph_id = next(_graph_ids)
+        #: Of the graph that holds every parameter.
+        self.graph_id = identity.graph_id
+        self.serial = identity.serial
         self.runtime = dc.Runtime(
             group,
             {
@@ -80,6 +79,8 @@ class Sharding:
         #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
+        self.steps_begun = 0  # of the engine
+        self._trained: list[bool] = []  # what the runtime has gradient buffers for
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None
 
@@ -110,26 +111,50 @@ class Sharding:
     def register(self) -> None:
         """Tells the runtime of all parameters; the ranks agree on them at the first gather."""
         for sharded in self.params:
-            param = sharded.param
-            buffer = None
-            if param.requires_grad and not self.whole:
-                buffer = torch.zeros_like(param, dtype=self._accumulation_dtype(param.dtype))
             self.runtime.register_z3_param(
                 sharded.id,
                 sharded.full_shape,
-                param,
-                buffer,
+                sharded.param,
+                self._gradient_buffer(sharded.param),
                 sharded.persistent,
                 name=sharded.name,
                 reduce_dtype=self.config.reduce_dtype,
             )
+        self._trained = [sharded.param.requires_grad for sharded in self.params]
         ids = [sharded.id for sharded in self.params]
         self.runtime.register_graph_z3(self.graph_id, ids, reduce_at_update=self.config.stage == 1)
 
-    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Sums over several backwards are in 32 bits; a single gradient needs no more than PyTorch gives it."""
-        several = self.config.gradient_accumulation_steps > 1
-        return torch.float32 if dtype in _HALF and several else dtype
+    def _gradient_buffer(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Where the gradient of this rank's part goes; None for a frozen parameter. Sums over several backwards are in 32
+        bits; a single gradient needs no more than PyTorch gives it.
+        """
+        if not param.requires_grad or self.whole:
+            return None
+        several = (self.config.gradient_accumulation_steps or 1) > 1
+        dtype = torch.float32 if param.dtype in _HALF and several else param.dtype
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+    def update_trainable(self) -> list[str]:
+        """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The
+        names of both. Every rank calls it, between steps; the ranks agree on it at the next forward.
+        """
+        wanted = [sharded.param.requires_grad for sharded in self.params]
+        if wanted == self._trained:
+            return []
+        changed = [s for s, now, before in zip(self.params, wanted, self._trained, strict=True) if now != before]
+        for sharded in changed:
+            param = sharded.param
+            if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
+                raise ValueError(f"parameter '{sharded.name}' of dtype {param.dtype} requires a gradient")
+            if not self.whole:
+                self.runtime.set_grad_buffer(
+                    sharded.id, self._gradient_buffer(param), reduce_dtype=self.config.reduce_dtype
+                )
+            param.grad = None
+        self._trained = wanted
+        if self._planner is not None:
+            self._planner.learn_facts()
+        return [sharded.name for sharded in changed]
 
     def gather(self, sharded: ShardedParam, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
@@ -150,6 +175,10 @@ class Sharding:
         for sharded in self.params:
             if sharded.leaf and not sharded.persistent:
                 self.runtime.invalidate_gathered_param(sharded.id)
+
+    @property
+    def is_open(self) -> bool:
+        return self.runtime.is_open
 
     def close(self) -> None:
         self.runtime.cleanup()
@@ -195,6 +224,13 @@ def sharding_of(model: nn.Module) -> Sharding:
     return found
 
 
+def update_trainable(model: nn.Module) -> list[str]:
+    """After ``requires_grad_`` of sharded parameters in the plain loop (an engine sees it by itself): tells the runtime what
+    is trained from now on. Every rank calls it, between steps. The names of the parameters that changed.
+    """
+    return sharding_of(model).update_trainable()
+
+
 def is_sharded(model: nn.Module) -> bool:
     return model in _shardings
 
@@ -219,14 +255,16 @@ def shard(
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard takes a torch.nn.Module, not {type(model).__name__}")
     group = _channels.resolve_group(process_group)
+    checked.gradient_accumulation_steps = accumulation_steps(checked, group.size())
     for module in model.modules():
         if is_sharded(module):
             raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
     found = _find_params(model, checked)
-    _agree_on_models(model, found, group)
-    sharding = Sharding(model, checked, group)
+    entries = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
+    entries += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    sharding = Sharding(model, checked, group, agree_on_model(entries, group))
     made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
     for sharded in found:
         if sharded.param.is_meta:
@@ -320,28 +358,6 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' of dtype {param.dtype} requires a gradient")
 
 
-def _agree_on_models(model: nn.Module, found: list[ShardedParam], group: dist.ProcessGroup) -> None:
-    """All ranks must hold the same model: said before anything else is exchanged, so that a difference is an error."""
-    mine = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
-    mine += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    models: list[Any] = [None] * group.size()
-    dist.all_gather_object(models, mine, group=group)
-    for rank, theirs in enumerate(models):
-        for index, (first, other) in enumerate(itertools.zip_longest(models[0], theirs)):
-            if first != other:
-                raise RuntimeError(
-                    f"the ranks hold different models: parameter or buffer {index} is {_describe(first)} on rank 0 and "
-                    f"{_describe(other)} on rank {rank} (said by rank {group.rank()})"
-                )
-
-
-def _describe(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-    if entry is None:
-        return "missing"
-    name, shape, dtype, trainable = entry
-    return f"'{name}' {list(shape)} {dtype}{'' if trainable else ', without gradient,'}"
-
-
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
     """A parameter without data becomes one with this rank's part."""
     own = _where_it_travels(sharded, own, sharding)
@@ -397,4 +413,13 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
 
 
-__all__ = ["ShardedParam", "Sharding", "is_sharded", "open_shardings", "shard", "sharding_of", "slice_of"]
+__all__ = [
+    "ShardedParam",
+    "Sharding",
+    "is_sharded",
+    "open_shardings",
+    "shard",
+    "sharding_of",
+    "slice_of",
+    "update_trainable",
+]

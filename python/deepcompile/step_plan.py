@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -52,12 +52,20 @@ class StepPlan:
     """What all graphs of one step do, with the plan it came from."""
 
     graphs: dict[str, GraphPlan]  # by phase
-    planned: planner.Plan
+    planned: planner.Plan  # of the whole step, all micro-batches
     text: str  # of the step graph
+    #: Of one micro-batch, beside which what is kept from one to the next stays: what the graphs do. The same as
+    #: ``planned`` where there is no accumulation.
+    micro: planner.Plan
+    micro_batches: int = 1  # of ``planned``
+    #: Gathered once in a step and kept for all its micro-batches.
+    kept: frozenset[str] = frozenset()
+    #: Gradients that are reduced together, in the order of the reductions.
+    reductions: tuple[tuple[str, ...], ...] = ()
 
     @property
     def hash(self) -> str:
-        return self.planned.hash
+        return self.planned.hash if self.micro is self.planned else f"{self.planned.hash}+{self.micro.hash}"
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -72,44 +80,52 @@ def step_graph_text(
     seconds: Mapping[str, list[float]],
     saved: list[tuple[str, int, int, int]],
     update_seconds: float = 1e-6,
+    *,
+    micro_batches: int = 1,
+    kept: Iterable[str] = (),
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
-    it, backward segment that reads it last); ``update_seconds``: of the optimizer.
+    it, backward segment that reads it last); ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
+    all the time.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
+    stays = {param for param in params if facts[param].stays} | set(kept)
     for param in params.values():
         fact = facts[param.name]
         options = f"bytes={param.bytes}B shard={fact.shard_bytes}B"
         if fact.grad_bytes:
             options += f" grad={fact.grad_bytes}B state={fact.state_bytes}B"
+        options += " persistent" if param.name in stays else ""
         lines.append(f"param {param.name} {options}{'' if fact.grad_bytes else ' frozen'}")
-    makes: dict[int, list[str]] = {}
-    reads: dict[int, list[str]] = {}
-    for buffer, size, maker, reader in saved:
-        lines.append(f"buffer {buffer} bytes={size}B")
-        makes.setdefault(maker, []).append(buffer)
-        reads.setdefault(reader, []).append(buffer)
-    for phase, segments in graphs.items():
-        for index, segment in enumerate(segments.segments):
-            line = f"node {phase[0]}{index} compute time={_nanoseconds(seconds[phase][index])}ns phase={phase}"
-            line += f" block={index}"
-            # Parameters that stay are not used again in the backward: there is nothing to gather.
-            uses = [use for use in segment.uses if phase == FORWARD or not facts[use].stays]
-            grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
-            line += f" uses={','.join(uses)}" if uses else ""
-            line += f" grads={','.join(grads)}" if grads else ""
-            if phase == FORWARD:
-                line += f" makes={','.join(makes[index])}" if index in makes else ""
-            else:
-                line += f" reads={','.join(reads[index])}" if index in reads else ""
-            line += f" workspace={segment.workspace}B" if segment.workspace else ""
-            lines.append(line)
+    for micro in range(micro_batches):
+        lines += [f"buffer {buffer}{_suffix(micro)} bytes={size}B" for buffer, size, _, _ in saved]
+    for micro in range(micro_batches):
+        for phase, segments in graphs.items():
+            for index, segment in enumerate(segments.segments):
+                line = f"node {node_name(phase, index, micro)} compute time={_nanoseconds(seconds[phase][index])}ns"
+                line += f" phase={phase} block={index}" + (f" micro={micro}" if micro_batches > 1 else "")
+                grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
+                line += f" uses={','.join(segment.uses)}" if segment.uses else ""
+                line += f" grads={','.join(grads)}" if grads else ""
+                verb, place = ("makes", 2) if phase == FORWARD else ("reads", 3)
+                buffers = [f"{entry[0]}{_suffix(micro)}" for entry in saved if entry[place] == index]
+                line += f" {verb}={','.join(buffers)}" if buffers else ""
+                line += f" workspace={segment.workspace}B" if segment.workspace else ""
+                lines.append(line)
     if BACKWARD in graphs:
         updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
         if updated:
             lines.append(f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}")
     return "\n".join(lines) + "\n"
+
+
+def _suffix(micro: int) -> str:
+    return f"@{micro}" if micro else ""
+
+
+def node_name(phase: str, index: int, micro: int = 0) -> str:
+    return f"{phase[0]}{index}{_suffix(micro)}"
 
 
 def _has_gradient(segments: Segments, param: str) -> bool:
@@ -132,32 +148,47 @@ def saved_buffers(
     return found
 
 
-def step_plan(
-    text: str, planned: planner.Plan, graphs: Mapping[str, Segments], facts: Mapping[str, ParamFacts]
-) -> StepPlan:
-    """Reads the plan's instructions as what each graph does."""
-    order = [(phase, index) for phase, segments in graphs.items() for index in range(len(segments.segments))]
-    position = {f"{phase[0]}{index}": number for number, (phase, index) in enumerate(order)}
+def placed_gathers(
+    planned: planner.Plan, graphs: Mapping[str, Segments]
+) -> tuple[dict[str, int], list[tuple[int, tuple[str, ...]]], dict[str, list[list[int]]]]:
+    """The position of each segment's node in the step; the gathers of the plan, each with the position before which it is
+    started; and for each parameter the stretches [from, to) of positions in which it is gathered.
+    """
+    nodes = [node_name(phase, index) for phase, cut_ in graphs.items() for index in range(len(cut_.segments))]
+    position = {node: number for number, node in enumerate(nodes)}
     launches: list[tuple[int, tuple[str, ...]]] = []
-    intervals: dict[str, list[list[int]]] = {}  # parameter -> [from, to] in positions
+    intervals: dict[str, list[list[int]]] = {}
     following = 0  # the position of the next segment
     for kind, node, _, items in planned.instructions:
         if kind in ("compute", "optimizer"):
-            following = position[node] + 1 if node in position else len(order)
+            following = position[node] + 1 if node in position else len(nodes)
         elif kind == "gather":
             launches.append((following, tuple(items)))
             for param in items:
-                intervals.setdefault(param, []).append([following, len(order)])
+                intervals.setdefault(param, []).append([following, len(nodes)])
         elif kind == "release":
             for param in items:
                 intervals[param][-1][1] = following
+    return position, launches, intervals
+
+
+def step_plan(
+    text: str,
+    planned: planner.Plan,
+    graphs: Mapping[str, Segments],
+    facts: Mapping[str, ParamFacts],
+    kept: frozenset[str] = frozenset(),
+) -> StepPlan:
+    """Reads the plan of one micro-batch as what each graph does."""
+    position, launches, intervals = placed_gathers(planned, graphs)
+    order = range(len(position))
     takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
     for phase, segments in graphs.items():
         for param in segments.params:
             used = [index for index, segment in enumerate(segments.segments) if param in segment.uses]
             if not used:
                 continue
-            if facts[param].stays:
+            if facts[param].stays or param in kept:
                 takes[phase].append(Take(used[0], param, True, used[-1]))
                 continue
             base = position[f"{phase[0]}0"]
@@ -178,7 +209,8 @@ def step_plan(
         ]
         together = _taken_together(takes[phase], own)
         result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
-    return StepPlan(result, planned, text)
+    reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
+    return StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
@@ -220,7 +252,7 @@ def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan
         phase: dataclasses.replace(graph, takes=tuple(changed(take) for take in graph.takes))
         for phase, graph in plan.graphs.items()
     }
-    return dataclasses.replace(plan, graphs=graphs)
+    return dataclasses.replace(plan, graphs=graphs, kept=frozenset())
 
 
 def apply_plan(module: fx.GraphModule, graph_plan: GraphPlan) -> bool:
@@ -293,6 +325,8 @@ __all__ = [
     "StepPlan",
     "Take",
     "apply_plan",
+    "node_name",
+    "placed_gathers",
     "saved_buffers",
     "step_graph_text",
     "step_plan",

@@ -6,6 +6,7 @@
 namespace dc {
 
 void bindInferenceCall(pybind11::module_& module);
+void bindReplay(pybind11::module_& module);
 void bindRuntime(pybind11::module_& module);
 void bindSavedTensors(pybind11::module_& module);
 void bindShm(pybind11::module_& module);

@@ -1,6 +1,5 @@
 // The module deepcompile._cuda: loading it makes our CUDA kernels those of the runtime.
 #include <pybind11/pybind11.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -35,9 +34,9 @@ class NcclChannel final : public Channel {
 
 class SymmetricChannel final : public Channel {
  public:
-  SymmetricChannel(StorePtr store, std::string name, int rank, int size, int device, double timeout)
+  SymmetricChannel(StorePtr store, std::string group, int rank, int size, int device, double timeout)
       : store_(std::move(store)),
-        name_(std::move(name)),
+        group_(std::move(group)),
         rank_(rank),
         size_(size),
         device_(device),
@@ -46,15 +45,13 @@ class SymmetricChannel final : public Channel {
   std::shared_ptr<Communicator> open(std::shared_ptr<Traffic> traffic) const override {
     // What passes through `rest` is counted by the communicator around it.
     auto rest = makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::make_shared<Traffic>());
-    auto heap =
-        std::make_shared<SymmetricHeap>(name_, c10::make_intrusive<c10d::PrefixStore>("symmetric", store_), rank_,
-                                        size_, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
+    auto heap = std::make_shared<SymmetricHeap>(group_, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
     return makeSymmetricCommunicator(std::move(heap), std::move(rest), device_, std::move(traffic));
   }
 
  private:
   const StorePtr store_;
-  const std::string name_;
+  const std::string group_;
   const int rank_;
   const int size_;
   const int device_;
@@ -75,11 +72,12 @@ PYBIND11_MODULE(_cuda, module) {
       "Opened by the runtime that it is given to, which is a collective.");
   module.def(
       "symmetric_channel",
-      [](StorePtr store, std::string name, int rank, int size, int device, double timeout) -> std::shared_ptr<Channel> {
-        return std::make_shared<SymmetricChannel>(std::move(store), std::move(name), rank, size, device, timeout);
+      [](StorePtr store, std::string group, int rank, int size, int device,
+         double timeout) -> std::shared_ptr<Channel> {
+        return std::make_shared<SymmetricChannel>(std::move(store), std::move(group), rank, size, device, timeout);
       },
-      py::arg("store"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"),
-      "Gathers through symmetric memory, the rest over NCCL. `name` is this channel's alone.");
+      py::arg("store"), py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"),
+      "Gathers through symmetric memory, the rest over NCCL. `group` is the name of the process group.");
   module.def(
       "nccl_version",
       [] {

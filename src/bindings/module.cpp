@@ -3,6 +3,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   dc::bindInferenceCall(module);
   dc::bindRuntime(module);
+  dc::bindReplay(module);
   dc::bindSavedTensors(module);
   dc::bindShm(module);
 }

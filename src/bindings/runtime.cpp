@@ -93,6 +93,7 @@ py::dict statsOf(Runtime& runtime) {
   all["buffers_taken"] = pool.taken();
   all["buffers_reused"] = pool.reused();
   all["buffer_bytes_idle"] = pool.idle();
+  all["bucket_bytes"] = runtime.reduceBuckets()->bytes();
   all["gradients_reduced"] = stats.gradients_reduced.load();
   all["gradients_missing"] = stats.gradients_missing.load();
   all["gradients_parked"] = stats.gradients_parked.load();
@@ -165,6 +166,14 @@ void bindRuntime(py::module_& module) {
           },
           py::arg("sizes"), py::arg("dtype"), NoGil())
       .def("set_persistent", &Runtime::setPersistent, py::arg("ds_id"), NoGil())
+      .def(
+          "set_grad_buffer",
+          [](Runtime& runtime, std::int64_t ds_id, std::optional<at::Tensor> grad_buffer,
+             std::optional<at::ScalarType> reduce_dtype) {
+            runtime.setGradBuffer(ds_id, grad_buffer.value_or(at::Tensor()), reduce_dtype);
+          },
+          py::arg("ds_id"), py::arg("grad_buffer"), py::arg("reduce_dtype") = py::none(), NoGil())
+      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), NoGil())
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())
       .def("start_backward", &Runtime::startBackward, py::arg("update"), NoGil())
@@ -192,6 +201,7 @@ void bindRuntime(py::module_& module) {
       .def("stats", &statsOf);
 
   module.def("default_runtime", &defaultRuntime);
+  module.def("graph_ids", [] { return GraphTable::global().ids(); });
   module.def("set_default_runtime", &setDefaultRuntime, py::arg("runtime").none(true));
 }
 

@@ -84,7 +84,8 @@ Travel travelType(at::ScalarType dtype) {
     case at::kComplexDouble:
       return {DataType::Float64, 2};
     default:
-      fail("NCCL cannot add tensors of dtype ", c10::toString(dtype), "; reduce in float32, float64, float16 or bfloat16");
+      fail("NCCL cannot add tensors of dtype ", c10::toString(dtype),
+           "; reduce in float32, float64, float16 or bfloat16");
   }
 }
 

@@ -1,5 +1,5 @@
-// The functions of NCCL that are used, taken at run time from the library that PyTorch has loaded: nothing is linked, and
-// no header of NCCL is needed to build.
+// The functions of NCCL that are used, taken at run time from the library that PyTorch has loaded: nothing is linked,
+// and no header of NCCL is needed to build.
 #pragma once
 
 #include <cstddef>
@@ -38,8 +38,7 @@ struct Api {
   int (*commAbort)(Comm* comm);
   int (*commGetAsyncError)(Comm* comm, int* result);
   int (*allGather)(const void* send, void* receive, std::size_t count, int type, Comm* comm, Stream stream);
-  int (*reduceScatter)(const void* send, void* receive, std::size_t count, int type, int op, Comm* comm,
-                       Stream stream);
+  int (*reduceScatter)(const void* send, void* receive, std::size_t count, int type, int op, Comm* comm, Stream stream);
   int (*reduce)(const void* send, void* receive, std::size_t count, int type, int op, int root, Comm* comm,
                 Stream stream);
   int (*allReduce)(const void* send, void* receive, std::size_t count, int type, int op, Comm* comm, Stream stream);

@@ -1,8 +1,8 @@
-// Collectives of CUDA tensors over NCCL, on a communicator of our own. Every call enqueues on the current CUDA stream and
-// returns; errors of what was enqueued are heard through brokenBy(), and abort() ends what hangs.
+// Collectives of CUDA tensors over NCCL, on a communicator of our own. Every call enqueues on the current CUDA stream
+// and returns; errors of what was enqueued are heard through brokenBy(), and abort() ends what hangs.
 //
-// Gathers move bytes and may be in place. Reductions divide first for ReduceOp::Average and add in NCCL's order: the same
-// bits on every run with the same ranks and sizes, not those of the CPU's sum in rank order.
+// Gathers move bytes and may be in place. Reductions divide first for ReduceOp::Average and add in NCCL's order: the
+// same bits on every run with the same ranks and sizes, not those of the CPU's sum in rank order.
 #pragma once
 
 #include <memory>

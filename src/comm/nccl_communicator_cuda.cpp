@@ -1,5 +1,3 @@
-#include "deepcompile/comm/nccl_communicator.h"
-
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -14,6 +12,7 @@
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/nccl_api.h"
+#include "deepcompile/comm/nccl_communicator.h"
 
 namespace dc {
 namespace {

@@ -12,15 +12,14 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 namespace dc {
 
 class SymmetricHeap {
  public:
-  // `name` is the heap's alone in the process, and the same on all ranks, which meet at `store`.
-  SymmetricHeap(std::string name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device);
+  // `group_name` is that of a process group of torch.distributed, through whose store the ranks meet.
+  SymmetricHeap(std::string group_name, at::Device device);
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype);
 

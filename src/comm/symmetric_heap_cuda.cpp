@@ -10,11 +10,9 @@ namespace dc {
 
 namespace symmetric = c10d::symmetric_memory;
 
-SymmetricHeap::SymmetricHeap(std::string name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                             at::Device device)
-    : name_(std::move(name)), device_(device) {
+SymmetricHeap::SymmetricHeap(std::string group_name, at::Device device)
+    : name_(std::move(group_name)), device_(device) {
   check(symmetric::has_allocator(device.type()), "this PyTorch has no symmetric memory for CUDA");
-  symmetric::set_group_info(name_, rank, size, store);
 }
 
 at::Tensor SymmetricHeap::empty(at::IntArrayRef sizes, at::ScalarType dtype) {

@@ -142,7 +142,7 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntAr
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   const Locked locked(graph_id);
   const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
-  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep);
+  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, currentAutogradTask() >= 0);
   const DSParam& param = locked.graph().runtime->registry().getParam(id);
   check(gathered.sizes() == shape, [&] {
     return concat("gather_shard: ", param.describe(), " was asked for in shape [", join_as_str(shape, ", "), "]");
@@ -164,10 +164,12 @@ void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vec
   for (const at::Tensor& shard : shards) {
     ids.push_back(locked.graph().runtime->registry().idOf(shard));
   }
-  locked.z3("prefetch_shards").prefetchParamsFused(ids, dtypes);
+  locked.z3("prefetch_shards").prefetchShards(ids, dtypes, currentAutogradTask() >= 0);
 }
 
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {
+  // Only traced code calls the operator: an eager backward reduces by id.
+  GraphTable::global().find(graph_id)->runtime->context().recorder->noteCompiled();
   return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id), given);
 }
 

@@ -11,6 +11,7 @@
 #include "deepcompile/comm/traffic.h"
 #include "deepcompile/runtime/config.h"
 #include "deepcompile/runtime/late_error.h"
+#include "deepcompile/runtime/recorder.h"
 #include "deepcompile/runtime/stats.h"
 #include "deepcompile/runtime/stream.h"
 #include "deepcompile/runtime/timeline.h"
@@ -30,6 +31,7 @@ class Context {
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
   const std::shared_ptr<LateError> late_error = std::make_shared<LateError>();
   const std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
+  const std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(timeline);
   Stats stats;
 
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.

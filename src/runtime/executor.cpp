@@ -87,8 +87,10 @@ void CustomOpExecutor::openBackward(bool update) {
       }
     }
     order_.emplace(std::move(reversed));
+    placeFlushes();
   }
   order_->begin();
+  entered_ = 0;
   present_.clear();
   presence_.clear();
   without_gradient_.clear();
@@ -97,7 +99,9 @@ void CustomOpExecutor::openBackward(bool update) {
 
 void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& grad) const {
   check(param.trainable(), [&] {
-    return concat("reduce_grad: ", param.describe(), " is frozen (it was registered without a gradient buffer) (",
+    return concat("reduce_grad: ", param.describe(),
+                  " is frozen (it was registered without a gradient buffer); after "
+                  "requires_grad_(True) call deepcompile.update_trainable(model) on every rank (",
                   place(), ")");
   });
   check(grad.numel() == param.numel(), [&] {
@@ -157,10 +161,18 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   if (goes_now) {
     ready[0].given = given_;
   }
-  for (const ArrivedGradient& arrived : ready) {
-    enter(arrived);
-  }
+  enterInOrder(ready);
   return result;
+}
+
+void CustomOpExecutor::enterInOrder(const std::vector<ArrivedGradient>& arrived) {
+  for (const ArrivedGradient& one : arrived) {
+    enter(one);
+    if (!flush_after_.empty() && flush_after_.count(entered_) > 0) {
+      flushAllReduceBuckets();
+    }
+    ++entered_;
+  }
 }
 
 void CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor&) {
@@ -223,6 +235,9 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     flushReduceBucket(dtype);
     bucket = reduce_buckets_->getBuffer(dtype);
   }
+  if (bucket->empty()) {
+    bucket->reserve(planned_size_);
+  }
   user = this;
   if (arrived.given && goesAsItIs(param, grad)) {
     bucket->adopt(size);
@@ -249,6 +264,25 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
   if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
     task.dropGradient();
+  }
+}
+
+void CustomOpExecutor::planFlushes(std::vector<bool> after) {
+  check(!backward_open_ || after.empty(),
+        [&] { return concat("reductions cannot be planned anew during a backward (", place(), ")"); });
+  check(after.empty() || after.size() == reductionOrder().size(), [&] {
+    return concat("a plan of ", after.size(), " reductions does not fit an order of ", reductionOrder().size(), " (",
+                  place(), ")");
+  });
+  placeFlushes();
+  if (after.empty()) {
+    return;
+  }
+  flush_after_.clear();
+  for (std::size_t i = 0; i + 1 < after.size(); ++i) {  // what is left at the end is flushed there
+    if (after[i]) {
+      flush_after_.insert(i);
+    }
   }
 }
 
@@ -348,9 +382,10 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
     check(!task.changed(), [&] {
-      return concat("the gradient of ", param.describe(),
-                    " was changed in place after the backward gave it and before it was reduced (", place(),
-                    "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
+      return concat(
+          "the gradient of ", param.describe(),
+          " was changed in place after the backward gave it and before it was reduced (", place(),
+          "); gradients are reduced from where they lie, and those of shards are ready when the backward ends");
     });
     if (!task.hasGradient()) {
       lacking = true;
@@ -426,8 +461,12 @@ void CustomOpExecutor::endBackward() {
       }
     }
   }
-  for (const ArrivedGradient& arrived : rest) {
-    enter(arrived);
+  if (comm_->size() > 1) {
+    enterInOrder(rest);
+  } else {
+    for (const ArrivedGradient& arrived : rest) {
+      enter(arrived);
+    }
   }
   last_presence_.reset();
   flushAllReduceBuckets();
@@ -522,6 +561,52 @@ void CustomOpExecutor::learnOrder() {
   }
   order_->expect(std::move(order));
   order_learned_ = true;
+  placeFlushes();
+}
+
+void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets) {
+  check(!backward_open_, [&] { return concat("reductions are planned in the middle of a backward (", place(), ")"); });
+  planned_size_ = 0;
+  for (const auto& bucket : buckets) {
+    std::int64_t size = 0;
+    for (const std::int64_t id : bucket) {
+      size += member(id).getPaddedNumel();
+    }
+    planned_size_ = std::max(planned_size_, size);
+  }
+  planned_buckets_ = std::move(buckets);
+  placeFlushes();
+}
+
+void CustomOpExecutor::forgetOrder() {
+  check(!backward_open_ || implicit_,
+        [&] { return concat("what is trainable changes in the middle of a backward (", place(), ")"); });
+  abandonBackward();  // of the plain loop: it ended in an error
+  order_.reset();
+  order_learned_ = false;
+}
+
+void CustomOpExecutor::placeFlushes() {
+  flush_after_.clear();
+  if (!order_) {
+    return;  // placed when it is made
+  }
+  std::unordered_map<std::int64_t, std::size_t> last;
+  for (std::size_t i = 0; i < order_->expected().size(); ++i) {
+    last[order_->expected()[i]] = i;
+  }
+  for (const auto& bucket : planned_buckets_) {
+    std::optional<std::size_t> end;
+    for (const std::int64_t id : bucket) {
+      if (const auto found = last.find(id); found != last.end()) {
+        end = std::max(end.value_or(0), found->second);
+      }
+    }
+    // The last one is left to the end of the backward, which knows whether gradients came beyond the expected ones.
+    if (end && *end + 1 < order_->expected().size()) {
+      flush_after_.insert(*end);
+    }
+  }
 }
 
 }  // namespace dc

@@ -57,6 +57,12 @@ class CustomOpExecutor {
   // up.
   void noteAutogradTask(std::int64_t task);
 
+  // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
+  // bucket size. Not while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets);
+  // What is trainable has changed: the order of the gradients is learned again.
+  void forgetOrder();
+
   bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }
   const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
   // True between startBackward (or the first gradient) and endBackward.
@@ -65,6 +71,11 @@ class CustomOpExecutor {
   bool backwardImplicit() const { return implicit_; }
   // "ZeRO-3" and so on: what the ranks must agree on.
   virtual const char* stageName() const { return "an executor of its own"; }
+  // The order in which gradients enter the buckets, the same on all ranks; empty before the first backward.
+  std::vector<std::int64_t> reductionOrder() const { return order_ ? order_->expected() : std::vector<std::int64_t>(); }
+  // Reduces what the buckets hold after these places of reductionOrder(), in place of where planReductions would;
+  // empty: as that says. The same on all ranks, from the next backward on.
+  void planFlushes(std::vector<bool> after);
   // Parameters that no rank had a gradient for in the last backward.
   const std::unordered_set<std::int64_t>& withoutGradient() const { return without_gradient_; }
 
@@ -120,12 +131,16 @@ class CustomOpExecutor {
   void abandonBackward();
   void reduceSurplus();
   void enter(const ArrivedGradient& arrived);
+  // The next gradients of the expected order; flushes where a planned bucket ends.
+  void enterInOrder(const std::vector<ArrivedGradient>& arrived);
   // True when the gradient can be reduced from its own memory.
   bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
   bool noteAccumulation(const DSParam& param);
   void checkGradient(const DSParam& param, const at::Tensor& grad) const;
   void learnOrder();
+  // Where in the expected order the planned buckets end.
+  void placeFlushes();
   void readPresence();
 
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
@@ -137,6 +152,10 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::vector<std::vector<std::int64_t>> planned_buckets_;
+  std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
+  std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
+  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad

@@ -38,6 +38,7 @@ struct Owner {
   Writing writing = Writing::Forbidden;
   std::shared_ptr<LateError> late;
   std::optional<std::uint64_t> as_it_was;  // checksum from when someone asked for writable memory
+  std::shared_ptr<Recorder> recorder;
 
   void reportChange() {
     if (buffer && as_it_was && *as_it_was != checksum(*buffer)) {
@@ -49,6 +50,9 @@ struct Owner {
   void giveBack() {
     if (buffer) {
       reportChange();
+      if (recorder != nullptr) {
+        recorder->release(key.id, key.dtype, buffer->bytes);
+      }
       pool->give(*std::exchange(buffer, std::nullopt));
     }
   }
@@ -91,10 +95,11 @@ void setWriteGuard(Storage& storage, bool on) {
 }  // namespace
 
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
-                        at::Device device) {
+                        at::Device device, std::shared_ptr<Recorder> recorder) {
   void* const memory = buffer.memory.get();
   const std::int64_t bytes = buffer.bytes;
-  auto* owner = new Owner{key, std::move(pool), std::move(buffer), nullptr, Writing::Forbidden, nullptr, std::nullopt};
+  auto* owner = new Owner{key,     std::move(pool), std::move(buffer),  nullptr, Writing::Forbidden,
+                          nullptr, std::nullopt,    std::move(recorder)};
   return tensorOver(c10::DataPtr(memory, owner, &deleteOwner, device), bytes, shape, key.dtype, device);
 }
 

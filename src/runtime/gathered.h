@@ -14,6 +14,7 @@
 
 #include "deepcompile/runtime/buffer_pool.h"
 #include "deepcompile/runtime/late_error.h"
+#include "deepcompile/runtime/recorder.h"
 
 namespace dc {
 
@@ -26,9 +27,9 @@ struct GatherKey {
 };
 
 // The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last
-// tensor over it is gone, whichever comes first.
+// tensor over it is gone, whichever comes first; `recorder`, if any, is told.
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
-                        at::Device device);
+                        at::Device device, std::shared_ptr<Recorder> recorder = nullptr);
 
 // The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "deepcompile/runtime/executor.h"
 #include "deepcompile/runtime/tensor_offload.h"
@@ -27,6 +28,7 @@ class GraphTable {
   // Throws when the id is taken.
   void add(std::shared_ptr<const Graph> graph);
   void remove(std::int64_t graph_id);
+  std::vector<std::int64_t> ids() const;
   // Throws when there is none.
   std::shared_ptr<const Graph> find(std::int64_t graph_id) const;
 

@@ -19,16 +19,18 @@ DSParam::DSParam(std::int64_t id, std::vector<std::int64_t> ds_shape, at::Tensor
       numel_(static_cast<std::int64_t>(productDim(shape_))),
       ds_tensor_(std::move(ds_tensor)),
       dtype_(ds_tensor_.scalar_type()),
-      grad_buffer_(std::move(grad_buffer)),
       partitioned_(partitioned),
       offset_(offset),
-      persistent_(persistent),
-      trainable_(grad_buffer_.defined() && (grad_buffer_.numel() > 0 || numel_ == 0 || !partitioned)),
-      reduce_dtype_(grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_) {
-  if (grad_buffer_.defined()) {
-    flat_grad_buffer_ = grad_buffer_.view({-1});
-  }
+      persistent_(persistent) {
+  setGradBuffer(std::move(grad_buffer));
   setName("");
+}
+
+void DSParam::setGradBuffer(at::Tensor grad_buffer) {
+  grad_buffer_ = std::move(grad_buffer);
+  flat_grad_buffer_ = grad_buffer_.defined() ? grad_buffer_.view({-1}) : at::Tensor();
+  trainable_ = grad_buffer_.defined() && (grad_buffer_.numel() > 0 || numel_ == 0 || !partitioned_);
+  reduce_dtype_ = grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_;
 }
 
 void DSParam::setName(std::string name) {

@@ -43,6 +43,8 @@ class DSParam {
 
   std::int64_t numel() const { return numel_; }
   bool trainable() const { return trainable_; }
+  // Another place for the gradient; undefined: the parameter is frozen from now on.
+  void setGradBuffer(at::Tensor grad_buffer);
   // The dtype in which gradients travel and are summed. One rule: that of `grad_buffer`, unless set at registration.
   at::ScalarType getReduceDtype() const { return reduce_dtype_; }
   // The dtype in which gradients add up over backwards.
@@ -97,8 +99,8 @@ class DSParam {
   bool partitioned_;
   std::int64_t offset_;
   bool persistent_;
-  bool trainable_;
-  at::ScalarType reduce_dtype_;
+  bool trainable_ = false;
+  at::ScalarType reduce_dtype_ = at::kFloat;
   std::string name_;
   std::shared_ptr<const std::string> label_;
   std::shared_ptr<const std::string> write_error_;

@@ -83,6 +83,16 @@ void DoubleBufferedReduceBucket::forget(const CustomOpExecutor* executor) {
   }
 }
 
+std::int64_t DoubleBufferedReduceBucket::bytes() const {
+  std::int64_t total = 0;
+  for (const auto& [scalar_type, buckets] : slots_) {
+    for (const Slot* slot : {&buckets.current, &buckets.shadow}) {
+      total += slot->bucket == nullptr ? 0 : slot->bucket->bytes();
+    }
+  }
+  return total;
+}
+
 DoubleBufferedReduceBucket::Pair& DoubleBufferedReduceBucket::pair(at::ScalarType scalar_type) {
   Pair& buckets = slots_[scalar_type];
   if (buckets.current.bucket == nullptr) {

@@ -16,9 +16,9 @@ namespace dc {
 
 class CustomOpExecutor;
 
-// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done, or, where
-// `send_buf` is the gradient's own memory, until it is reduced. An undefined gradient stands for a parameter that has
-// none: its slice holds zeros.
+// One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done, or,
+// where `send_buf` is the gradient's own memory, until it is reduced. An undefined gradient stands for a parameter that
+// has none: its slice holds zeros.
 class ReduceTask {
  public:
   ReduceTask(std::int64_t ds_id, at::Tensor grad, at::Tensor send_buf)
@@ -58,6 +58,9 @@ class ReduceBucket {
   std::int64_t getSize() const { return size_; }
   std::int64_t getOffset() const { return offset_; }
   const at::Tensor& getBuffer() const;
+  // Of its buffer; 0 as long as nobody has used it.
+  std::int64_t bytes() const { return buffer_.defined() ? static_cast<std::int64_t>(buffer_.nbytes()) : 0; }
+  bool empty() const { return offset_ + adopted_ == 0; }
   at::ScalarType getScalarType() const { return options_.dtype().toScalarType(); }
 
   // Makes room for at least `size` elements in all. Only while the bucket is empty: slices in use would be left behind.
@@ -100,6 +103,8 @@ class DoubleBufferedReduceBucket {
   CustomOpExecutor*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
   // `executor` is going: forget that it used a bucket.
   void forget(const CustomOpExecutor* executor);
+  // Bytes of all buckets, full or empty.
+  std::int64_t bytes() const;
   // Frees all buckets. The caller has waited for what was in flight.
   void clear() { slots_.clear(); }
 

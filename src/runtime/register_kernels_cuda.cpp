@@ -10,8 +10,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "deepcompile/runtime/device_kernels.h"
 #include "deepcompile/comm/copy_kernels_cuda.h"
+#include "deepcompile/runtime/device_kernels.h"
 
 namespace dc::cuda {
 namespace {

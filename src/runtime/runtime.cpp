@@ -282,6 +282,37 @@ void Runtime::setPersistent(std::int64_t ds_id) {
   registry_->setPersistent(ds_id, true);
 }
 
+void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  DSParam& param = registry_->getParam(ds_id);
+  check(param.isPartitioned(), [&] { return concat(param.describe(), " is not sharded (", context_->place, ")"); });
+  if (grad_buffer.defined()) {
+    const at::Tensor& shard = param.getDSTensor();
+    check(grad_buffer.numel() == shard.numel() && grad_buffer.is_contiguous() &&
+              grad_buffer.device() == shard.device() && reducible(grad_buffer.scalar_type()),
+          [&] {
+            return concat(param.describe(), ": a gradient buffer must be contiguous, floating point or complex, on ",
+                          shard.device(), " and of ", shard.numel(), " elements (", context_->place, ")");
+          });
+  }
+  for (const auto& [graph_id, executor] : executors_) {
+    if (executor->hasParam(ds_id)) {
+      executor->forgetOrder();
+    }
+  }
+  param.setGradBuffer(std::move(grad_buffer));
+  if (reduce_dtype && param.trainable()) {
+    param.setReduceDtype(*reduce_dtype);
+  }
+  agreed_ = false;
+}
+
+void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets) {
+  const std::lock_guard lock(context_->mutex);
+  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets));
+}
+
 void Runtime::startForward() {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();

@@ -60,6 +60,11 @@ class Runtime {
   void registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
 
   void setPersistent(std::int64_t ds_id);
+  // A frozen parameter (ZeRO-3) gets a place for its gradient, or a trained one loses it. Between steps; the ranks
+  // agree on it at the next start_forward.
+  void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
+  // See CustomOpExecutor::planReductions.
+  void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets);
   void startForward();
   void endForward();
   void startBackward(bool update);

@@ -52,6 +52,9 @@ class Timeline {
   // On a device, waits until it has passed the last of them.
   std::vector<Span> take();
 
+  // Nanoseconds of the steady clock. On a device, waits until it has passed the moment.
+  std::int64_t timeOf(const Mark& mark) const;
+
  private:
   static constexpr std::size_t kMost = 1 << 20;  // a recording that nobody takes must not grow for ever
 
@@ -62,8 +65,6 @@ class Timeline {
     Mark start;
     Mark end;
   };
-  std::int64_t timeOf(const Mark& mark) const;
-
   at::Device device_ = at::kCPU;
   std::atomic<bool> recording_{false};
   mutable std::mutex mutex_;

@@ -83,7 +83,8 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
                   rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
   const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
-  return {std::move(part), makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device())};
+  return {std::move(part),
+          makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder)};
 }
 
 namespace {
@@ -324,29 +325,115 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   param_registry_->unregisterGatheredParam(ds_id);
 }
 
-at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const DSParam& param = member(ds_id);
-  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
-  const Timeline::Mark entered = context_->timeline->mark();
-  keep = keep || param.isPersistent();
-  if (hasCurrentCopy(wanted)) {
-    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
-  } else {
-    launch({wanted});
-  }
-  GatheredParam& copy = *param_registry_->findGathered(ds_id, wanted.dtype);
+void Z3CustomOpExecutor::awaitCopy(GatheredParam& copy) {
   if (!copy.waited) {
     context_->await(copy.ready);
     copy.ready = Event();
     copy.waited = true;
   }
+}
+
+std::int64_t Z3CustomOpExecutor::bytesOf(const Wanted& wanted) const {
+  return param_registry_->getParam(wanted.id).numel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
+}
+
+void Z3CustomOpExecutor::record(RecordedOp::Kind kind, const Wanted& wanted, bool backward,
+                                const Timeline::Mark& start) {
+  if (start) {
+    context_->recorder->add(kind, wanted.id, wanted.dtype, bytesOf(wanted), backward, start,
+                            DSParamRegistry::versionOf(param_registry_->getParam(wanted.id).getDSTensor()));
+  }
+}
+
+at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep,
+                                           bool backward) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
+  const bool planned = followRead({{ds_id, wanted.dtype}, ReplayAccess::Kind::Read, backward}).keep;
+  keep = keep || param.isPersistent() || planned;
+  const bool found = hasCurrentCopy(wanted);
+  if (found) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted});
+  }
+  record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, backward, mark);
+  mark = context_->recorder->mark();
+  GatheredParam& copy = *param_registry_->findGathered(ds_id, wanted.dtype);
+  awaitCopy(copy);
+  record(RecordedOp::Kind::Wait, wanted, backward, mark);
   at::Tensor tensor = aliasOf(copy.tensor);
   if (!keep) {
     letGo(wanted);
   }
   context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
   return tensor;
+}
+
+void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
+                                        const std::vector<at::ScalarType>& dtypes, bool backward) {
+  if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
+    const Timeline::Mark mark = context_->recorder->mark();
+    followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
+    prefetchParamsFused(ds_ids, dtypes);
+    for (std::size_t i = 0; i < ds_ids.size(); ++i) {
+      record(RecordedOp::Kind::Prefetch, {ds_ids[i], dtypes[i]}, backward, mark);
+    }
+    return;
+  }
+  prefetchParamsFused(ds_ids, dtypes);
+}
+
+void Z3CustomOpExecutor::follow(std::shared_ptr<ReplayFollower> follower) {
+  if (follower_ != nullptr) {
+    dropKeys(follower_->abandon());
+  }
+  follower_ = std::move(follower);
+}
+
+void Z3CustomOpExecutor::endCycle() {
+  if (follower_ != nullptr && follower_->inCycle()) {
+    dropKeys(follower_->end());
+  }
+}
+
+// Their memory lives on in the tensors that were handed out.
+void Z3CustomOpExecutor::dropKeys(const std::vector<ReplayKey>& keys) {
+  for (const ReplayKey& key : keys) {
+    letGo({key.id, key.dtype});
+  }
+}
+
+ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) {
+  if (follower_ == nullptr) [[likely]] {
+    return {};
+  }
+  if (!follower_->inCycle()) {
+    std::unordered_set<std::int64_t> current;
+    for (const std::int64_t id : follower_->persistent()) {
+      for (const GatheredParam& copy : param_registry_->gatheredCopies(id)) {
+        if (param_registry_->isCurrent(id, copy)) {
+          current.insert(id);
+        }
+      }
+    }
+    follower_->begin(std::move(current));
+  }
+  ReplayFollower::Step step = follower_->next(access);
+  dropKeys(step.drop);
+  for (const auto& launch : step.launches) {
+    std::vector<std::int64_t> ids;
+    std::vector<at::ScalarType> dtypes;
+    for (const ReplayKey& key : launch) {
+      ids.push_back(key.id);
+      dtypes.push_back(key.dtype);
+    }
+    prefetchParamsFused(ids, dtypes);
+  }
+  return step;
 }
 
 void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
@@ -378,17 +465,35 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
                   key.version, " to ", version, "); run the backward before the update (", place(), ")");
   });
   const Wanted wanted{key.id, key.dtype};
-  if (hasCurrentCopy(wanted)) {
-    GatheredParam& copy = *param_registry_->findGathered(key.id, key.dtype);
-    context_->await(copy.ready);
-    copy.ready = Event();
-    copy.waited = true;
-    return aliasOf(copy.tensor);
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
+  const ReplayFollower::Step step = followRead({{key.id, key.dtype}, ReplayAccess::Kind::Read, /*backward=*/true});
+  at::Tensor tensor;
+  const bool found = hasCurrentCopy(wanted);
+  if (!found && step.keep) {
+    launch({wanted});
   }
-  context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
-  const Launched launched = prepare(wanted);
-  context_->await(start({wanted}, {launched}));
-  return launched.tensor;
+  if (found || step.keep) {
+    record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, true, mark);
+    mark = context_->recorder->mark();
+    GatheredParam& copy = *param_registry_->findGathered(key.id, key.dtype);
+    awaitCopy(copy);
+    tensor = aliasOf(copy.tensor);
+    if (step.followed && !step.keep && !param.isPersistent()) {
+      letGo(wanted);
+    }
+  } else {
+    context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
+    const Launched launched = prepare(wanted);
+    const Event ready = start({wanted}, {launched});
+    record(RecordedOp::Kind::Gather, wanted, true, mark);
+    mark = context_->recorder->mark();
+    context_->await(ready);
+    tensor = launched.tensor;
+  }
+  record(RecordedOp::Kind::Wait, wanted, true, mark);
+  context_->timeline->add(Timeline::Kind::Take, key.id, 0, entered);
+  return tensor;
 }
 
 at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
@@ -401,7 +506,10 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
     --pending;
   }
   const Timeline::Mark entered = context_->timeline->mark();
+  const Timeline::Mark mark = context_->recorder->mark();
+  const at::ScalarType dtype = grad_tensor.scalar_type();
   at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
   context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
   if (!context_->profiling) {
     reduced_.insert(ds_id);
@@ -413,6 +521,8 @@ void Z3CustomOpExecutor::endBackward() {
   if (!backwardOpen()) {
     return;
   }
+  const Timeline::Mark mark = context_->recorder->mark();
+  endCycle();
   CustomOpExecutor::endBackward();
   // What is still being gathered reads the shards that the optimizer is about to change, here or on other ranks.
   if (gather_.comm->readsPeers() && param_updated_ && comm_->size() > 1) {
@@ -436,6 +546,7 @@ void Z3CustomOpExecutor::endBackward() {
     publishGradients();
   }
   reduced_.clear();
+  context_->recorder->add(RecordedOp::Kind::End, -1, at::kFloat, 0, true, mark);
 }
 
 // The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.

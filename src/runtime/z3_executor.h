@@ -11,6 +11,7 @@
 #include "deepcompile/runtime/executor.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/local_gradients.h"
+#include "deepcompile/runtime/replay.h"
 #include "deepcompile/runtime/tensor_offload.h"
 
 namespace dc {
@@ -54,8 +55,12 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
 
   // The gathered parameter, readable at once. The memory belongs to the returned tensor and its views and goes back to
   // the pool with the last of them; with `keep`, or for a persistent parameter, a copy also stays for later gathers
-  // until the shard changes. A copy that a prefetch has started is waited for and handed over.
-  at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep);
+  // until the shard changes. A copy that a prefetch has started is waited for and handed over. `backward`: called in a
+  // backward pass (a forward that is run again).
+  at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false);
+  // prefetchParamsFused on the program's own behalf, not the plan's.
+  void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
+                      bool backward);
 
   // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a
   // copy is there already, until that is released. An error when the shard has changed since `key` was made.
@@ -63,6 +68,12 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
 
   // Debug: a gather's own backward is about to reduce, however often it runs.
   void allowReduction(std::int64_t ds_id);
+
+  // From now on reads follow `follower` (null: none). A cycle that is open is given up.
+  void follow(std::shared_ptr<ReplayFollower> follower);
+  const std::shared_ptr<ReplayFollower>& follower() const { return follower_; }
+  // Ends a cycle that no backward has ended.
+  void endCycle();
 
   void offloadParameter(std::int64_t ds_id);
   void reloadParameter(std::int64_t ds_id);
@@ -102,11 +113,18 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // Stops keeping the copy; its memory lives on in the tensors that were handed out.
   void letGo(const Wanted& wanted);
   at::Tensor handOut(const GatheredParam& copy) const;
+  void awaitCopy(GatheredParam& copy);
+  // Does what the plan does before this read.
+  ReplayFollower::Step followRead(const ReplayAccess& access);
+  void dropKeys(const std::vector<ReplayKey>& keys);
+  std::int64_t bytesOf(const Wanted& wanted) const;
+  void record(RecordedOp::Kind kind, const Wanted& wanted, bool backward, const Timeline::Mark& start);
 
   const std::int64_t graph_id_;
   const GatherResources gather_;
   bool reduce_at_update_ = false;
   LocalGradients local_;
+  std::shared_ptr<ReplayFollower> follower_;
   std::unordered_map<std::int64_t, Uses> uses_;     // of parameters partly released in this pass
   std::unordered_set<std::int64_t> held_;           // gathered for this graph and not released by it
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet

@@ -12,15 +12,18 @@ dc_test_by_file(
   runtime/executor_test.cpp
   runtime/gathered_test.cpp
   runtime/param_test.cpp
+  runtime/recorder_test.cpp
   runtime/reduce_bucket_test.cpp
   runtime/reduction_order_test.cpp
   runtime/registry_test.cpp
+  runtime/replay_test.cpp
   runtime/stream_test.cpp
   runtime/tensor_offload_test.cpp
   runtime/tensor_text_test.cpp
   runtime/watchdog_test.cpp
   runtime/z1_executor_test.cpp
   runtime/z3_executor_failure_test.cpp
+  runtime/z3_executor_replay_test.cpp
   runtime/z3_executor_test.cpp)
 target_link_libraries(torch_tests PRIVATE dc_flags)
 target_include_directories(torch_tests PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")

@@ -49,14 +49,14 @@ def train(engine: deepcompile.Engine, first: int, last: int) -> list[float]:
 def save(rank: int, world: int, folder: str, stage: int) -> list[float]:
     engine = engine_of(stage)
     train(engine, 0, 3)
-    where = engine.save_checkpoint(folder, {"epoch": 7})
+    where = engine.save_checkpoint(folder, client_state={"epoch": 7})
     assert where.endswith("step-3")
     return train(engine, 3, 6)
 
 
 def resume(rank: int, world: int, folder: str, stage: int) -> list[float]:
     engine = engine_of(stage, seed=99)
-    assert engine.load_checkpoint(folder) == {"epoch": 7}
+    assert engine.load_checkpoint(folder) == (f"{folder}/step-3", {"epoch": 7})
     assert engine.steps == 3 and engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
     return train(engine, 3, 6)
 
@@ -186,14 +186,14 @@ step = 0
 while True:
     train(engine, step, step + 1)
     step += 1
-    engine.save_checkpoint({folder!r}, {{"step": step}}, keep=2)
+    engine.save_checkpoint({folder!r}, client_state={{"step": step}}, keep=2)
     print(step, flush=True)
 """
 
 
 def latest_step(rank: int, world: int, folder: str) -> int:
     engine = engine_of(3)
-    step = engine.load_checkpoint(folder)["step"]
+    step = engine.load_checkpoint(folder)[1]["step"]
     assert engine.steps == step
     return step
 

@@ -48,6 +48,40 @@ def test_half_precision_tracks_fp32_with_master_weights_and_moves_half_the_bytes
         assert sent < 0.6 * sent_full
 
 
+def train_unsharded_in_bf16(run: Run, world: int) -> list[list[float]]:
+    """The ranks' batches in sequence: computed in bf16 from fp32 weights, gradients averaged and applied in fp32."""
+    master, computes = run.make(), run.make().bfloat16()
+    optimizer = run.optimizer(master.parameters())
+    losses: list[list[float]] = [[] for _ in range(world)]
+    for step in range(run.steps):
+        with torch.no_grad():
+            for cast, param in zip(computes.parameters(), master.parameters(), strict=True):
+                cast.copy_(param)
+                param.grad = torch.zeros_like(param)
+        for rank in range(world):
+            loss = computes(run.batch(rank, step, 0))
+            losses[rank].append(loss.item())
+            gradients = torch.autograd.grad(loss, list(computes.parameters()))
+            for param, gradient in zip(master.parameters(), gradients, strict=True):
+                param.grad += gradient.float() / world
+        optimizer.step()
+    return losses
+
+
+def in_bf16(rank: int, world: int) -> list[list[float]]:
+    # Not tied: there unsharded training adds the two gradients in bf16, and the engine in fp32.
+    runs = [Run("llama", {"tied": False}, config(stage, bf16={"enabled": True})) for stage in (1, 2, 3)]
+    return [train_with_engine(rank, world, run)[0] for run in runs]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_twenty_steps_in_bf16_track_unsharded_training_in_bf16(world: int) -> None:
+    expected = train_unsharded_in_bf16(Run("llama", {"tied": False}), world)
+    for rank, stages in enumerate(run_ranks(world, in_bf16)):
+        for losses in stages:
+            assert losses == pytest.approx(expected[rank], rel=1e-3)  # a quarter of the last bit of bf16
+
+
 def one_copy(rank: int, world: int) -> None:
     engine = engine_of(make=lambda: Llama().bfloat16(), bf16={"enabled": True})
     shard = engine.module._modules["norm"]._parameters["weight"]
@@ -116,7 +150,7 @@ def collectives(rank: int, world: int, stage: int) -> list[int]:
     for micro in range(6):
         before = engine.stats()["collectives"]["reduce_scatter"]
         engine.backward(engine(batch(micro)))
-        assert engine.is_gradient_accumulation_boundary == (micro % 3 == 2)
+        assert engine.is_gradient_accumulation_boundary() == (micro % 3 == 2)
         assert engine.step() is (micro % 3 == 2)
         found.append(engine.stats()["collectives"]["reduce_scatter"] - before)
     return found

@@ -18,8 +18,10 @@ def config(stage: int, **more) -> dict:
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 500}, "timeout": 60, "compile": False, **more}
 
 
-def assert_parity(world: int, runs: list[Run], tolerance: float = TOLERANCE, worker=train_all) -> None:
-    by_rank = run_ranks(world, worker, runs, timeout=280)
+def assert_parity(
+    world: int, runs: list[Run], tolerance: float = TOLERANCE, worker=train_all, timeout: float = 280
+) -> None:
+    by_rank = run_ranks(world, worker, runs, timeout=timeout)
     references: dict[str, tuple] = {}
     for index, run in enumerate(runs):
         key = repr((run.model, run.options, run.accumulation, run.clipping, run.steps))

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from deepcompile import dc
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from z3_fixture import GRAPH, gather, release, start
 
 ops = torch.ops.dc
+
+
+def is_mean(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """NCCL multiplies by a third, which is no number of the computer's; on CPU three ranks' mean is divided, and exact here."""
+    return torch.equal(found, expected) if DEVICE == "cpu" else torch.allclose(found, expected, rtol=1e-6, atol=0)
 
 
 def cut_inside_parameters(rank: int, world: int, stage: int, cuts: list[int]) -> tuple[list[torch.Tensor], dict]:
@@ -38,7 +43,7 @@ def test_every_rank_gets_the_mean_of_its_own_slice_wherever_the_cuts_fall(stage:
     mean = torch.arange(30.0) + 100
     presence = 4 * world * 4  # one word per parameter and rank says who had a gradient, one more who had others
     for rank, (slices, stats) in enumerate(run_ranks(world, cut_inside_parameters, stage, cuts)):
-        assert torch.equal(torch.cat(slices), mean[cuts[rank] : cuts[rank + 1]])
+        assert is_mean(torch.cat(slices), mean[cuts[rank] : cuts[rank + 1]])
         assert stats["bytes_sent"]["reduce_scatter"] <= 30 * 4 - 4 * (cuts[rank + 1] - cuts[rank]) + presence
         assert stats["bytes_sent"]["all_reduce"] == 0
 

@@ -307,7 +307,7 @@ def refuses(rank: int, world: int) -> None:
         deepcompile.shard(aliased, config())
     with pytest.raises(ValueError, match="leaf_modules' names 'Expert'"):
         deepcompile.shard(nn.Linear(3, 3), {"zero_optimization": {"leaf_modules": ["Expert"]}})
-    model = deepcompile.shard(nn.Sequential(nn.Linear(3, 3)), config())
+    model = deepcompile.shard(nn.Sequential(nn.Linear(3, 3)), {"zero_optimization": {"gather_at_one_rank": True}})
     with pytest.raises(ValueError, match="sharded already"):
         deepcompile.shard(model, config())
     with pytest.raises(ValueError, match="ReLU is not sharded"), deepcompile.full_params(nn.ReLU()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="tests/requirements-transformers.txt installs it")
 
@@ -34,18 +35,39 @@ def test_a_compiled_transformers_model_trains_under_zero_three_as_unsharded() ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_models_train_twenty_steps_under_every_stage_as_unsharded(kind: str, world: int) -> None:
-    runs = [Run(kind, {}, config(kind, stage, False)) for stage in (1, 2, 3)]
-    runs += [Run(kind, {}, config(kind, 3, False, gradient_accumulation_steps=4), steps=5)]
-    assert_parity(world, runs, worker=train)
+    runs = [
+        Run(kind, {}, config(kind, stage, False, gradient_accumulation_steps=accumulation))
+        for stage in (1, 2, 3)
+        for accumulation in (1, 4)
+    ]
+    assert_parity(world, runs, worker=train, timeout=900)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_transformers_models_train_under_stages_one_and_three_as_unsharded(kind: str) -> None:
-    runs = [Run(kind, {}, config(kind, stage, {"backend": "aot_eager"}), steps=8) for stage in (1, 3)]
-    assert_parity(2, runs, worker=train)
+def test_planned_transformers_models_train_twenty_steps_under_every_stage_as_unsharded(kind: str, world: int) -> None:
+    runs = [
+        Run(kind, {}, config(kind, stage, {"backend": "aot_eager"}, gradient_accumulation_steps=accumulation))
+        for stage in (1, 2, 3)
+        for accumulation in (1, 4)
+    ]
+    assert_parity(world, runs, worker=train, timeout=900)
+
+
+def train_with_inductor(rank: int, world: int, runs: list[Run]) -> list:
+    torch._inductor.config.fallback_random = True  # the random numbers of eager mode
+    return train(rank, world, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_models_compiled_by_inductor_train_twenty_steps_as_unsharded(kind: str) -> None:
+    runs = [Run(kind, {}, config(kind, stage, {"backend": "inductor"})) for stage in (1, 3)]
+    assert_parity(2, runs, worker=train_with_inductor, timeout=900)

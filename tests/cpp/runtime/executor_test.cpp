@@ -15,6 +15,7 @@ using testing::awkwardParams;
 using testing::close;
 using testing::errorOf;
 using testing::expectMeans;
+using testing::giveGradients;
 using testing::gradientOf;
 using testing::graphOf;
 using testing::GroupSetup;
@@ -51,6 +52,41 @@ TEST_P(Executor, ManySmallBucketsGiveTheSame) {
       expectMeans(rank, awkwardParams(), {step});
     }
     EXPECT_EQ(rank.context->stats.buckets_flushed, 3 * 4);
+  });
+}
+
+TEST_P(Executor, APlannedBucketIsReducedWhenItsLastGradientIsThere) {
+  runRanks(setup(3), [](Rank& rank) {
+    const auto graph = graphOf<Z2CustomOpExecutor>(rank, awkwardParams());
+    graph->planReductions({{6, 4}, {3, 2}, {1, 5}});  // gradients come as 6, 5, 4, 3, 2, 1
+    for (int step = 0; step < 2; ++step) {
+      graph->startBackward(true);
+      const auto before = rank.context->stats.buckets_flushed.load();
+      for (const std::int64_t id : {6, 5, 4, 3, 2, 1}) {
+        const Whole param = awkwardParams()[static_cast<std::size_t>(id - 1)];
+        graph->reduceGrad(gradientOf(rank.rank(), id, param.numel, step), id);
+        const int planned = id > 4 ? 0 : id > 2 ? 1 : 2;
+        EXPECT_EQ(rank.context->stats.buckets_flushed - before, planned) << "after parameter " << id;
+      }
+      graph->endBackward();
+      EXPECT_EQ(rank.context->stats.buckets_flushed - before, 3);
+      expectMeans(rank, awkwardParams(), {step});
+    }
+  });
+}
+
+TEST_P(Executor, APlannedBucketMayBeLargerThanTheBucketSize) {
+  runRanks(setup(2, 1), [](Rank& rank) {
+    const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
+    graph->planReductions({{3, 2, 1}});
+    runBackward(*graph, rank, plainParams());
+    expectMeans(rank, plainParams());
+    EXPECT_EQ(rank.context->stats.buckets_flushed, 1);
+    graph->startBackward(true);
+    EXPECT_HAS(errorOf([&] { graph->planReductions({}); }), "planned in the middle of a backward");
+    EXPECT_HAS(errorOf([&] { graph->forgetOrder(); }), "what is trainable changes in the middle of a backward");
+    giveGradients(*graph, rank, plainParams());
+    graph->endBackward();
   });
 }
 

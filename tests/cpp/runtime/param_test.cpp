@@ -19,6 +19,18 @@ DSParam sharded(at::Tensor shard, at::Tensor gradient = at::Tensor()) {
   return DSParam(3, {4, 5}, std::move(shard), std::move(gradient), true, 0, false);
 }
 
+TEST(Param, IsTrainedWhileItHasAPlaceForItsGradient) {
+  DSParam param = sharded(at::zeros({10}, at::kBFloat16));
+  EXPECT_FALSE(param.trainable());
+  param.setGradBuffer(at::zeros({10}));
+  EXPECT_TRUE(param.trainable());
+  EXPECT_EQ(param.getReduceDtype(), at::kFloat) << "that of the buffer";
+  EXPECT_EQ(param.getFlatGradBuffer().numel(), 10);
+  param.setGradBuffer(at::Tensor());
+  EXPECT_FALSE(param.trainable());
+  EXPECT_FALSE(param.getFlatGradBuffer().defined());
+}
+
 TEST(Param, DescribesItselfByNameIdShapeAndDtype) {
   DSParam param = sharded(at::zeros({10}, at::kBFloat16));
   EXPECT_EQ(param.describe(), "parameter (id 3, shape [4, 5], BFloat16)");

@@ -82,6 +82,18 @@ TEST(ReduceBucket, ASizeBelowOneIsRefused) {
   EXPECT_HAS(errorOf([] { DoubleBufferedReduceBucket(0, true); }), "initial_reduce_bucket_size is 0");
 }
 
+TEST(DoubleBufferedReduceBucket, CountsTheBytesOfAllBuckets) {
+  DoubleBufferedReduceBucket buckets(10, true);
+  EXPECT_EQ(buckets.bytes(), 0);
+  buckets.getBuffer(at::kFloat)->allocate(1);
+  buckets.getBuffer(at::kBFloat16)->reserve(20);
+  EXPECT_EQ(buckets.bytes(), 10 * 4) << "nobody has used the other";
+  buckets.getBuffer(at::kBFloat16)->allocate(1);
+  EXPECT_EQ(buckets.bytes(), 10 * 4 + 20 * 2);
+  buckets.clear();
+  EXPECT_EQ(buckets.bytes(), 0);
+}
+
 TEST(ReduceTask, AnUndefinedGradientStandsForNone) {
   const at::Tensor slice = at::empty({2});
   ReduceTask with(3, at::ones({2}), slice);

@@ -1,0 +1,79 @@
+"""``deepcompile.compile``: from recorded operations to a compiled graph."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from deepcompile import recording
+from deepcompile.compiled_graph import CompiledGraph
+from deepcompile.idle_graph import IdleGraph
+from deepcompile.planning import RecordedOptions
+from deepcompile.recorded_ops import RecordedOps
+from deepcompile.recorded_step import cycles_of
+from deepcompile.replay_planning import new_agreement, plan_cycles, require_same_reads, sharding_for
+
+
+def compile(
+    recorded_ops: RecordedOps | None = None,
+    zero_stage: int | None = None,
+    prefetch_ahead: int | Literal["auto"] = "auto",
+    *,
+    memory_budget: int | None = None,
+    model: nn.Module | None = None,
+) -> CompiledGraph:
+    """Plans what was recorded, proves the plan, and agrees on it with all ranks. Every rank calls it, with its own
+    ``recorded_ops`` (:func:`deepcompile.get_recorded_ops` when None).
+
+    ``zero_stage``: must be the recorded one. ``prefetch_ahead``: how many layers (modules with parameters of their own)
+    ahead of its use a gather may start at most; ``"auto"``: as the planner likes. ``memory_budget``: bytes of a rank for
+    parameters, gradients and optimizer states; what the host has free when None.
+    """
+    ops = recording.get_recorded_ops() if recorded_ops is None else recorded_ops
+    if not isinstance(ops, RecordedOps):
+        raise TypeError(
+            f"compile: recorded_ops must come from deepcompile.get_recorded_ops(), not a {type(ops).__name__}"
+        )
+    ahead = _checked_ahead(prefetch_ahead)
+    if memory_budget is not None and (not isinstance(memory_budget, int) or memory_budget <= 0):
+        raise ValueError(f"compile: memory_budget is {memory_budget!r}; it is a number of bytes above 0")
+    if zero_stage is not None and zero_stage != ops.model.stage:
+        raise ValueError(
+            f"compile: zero_stage is {zero_stage!r}, and the ops were recorded under stage {ops.model.stage}; pass that, or "
+            "shard the model for the other stage and record again"
+        )
+    recording.require_whole_iterations(ops)
+    sharding = sharding_for(ops, model, "recorded_ops")
+    if sharding.whole:
+        return IdleGraph(sharding, ops)
+    agreement = new_agreement(sharding)
+    cycles = cycles_of(ops)
+    require_same_reads(sharding, cycles)
+    first = [cycle for cycle in cycles if cycle.key == cycles[0].key]
+    budget = memory_budget or sharding.planner.budget
+    options = RecordedOptions(sharding.planner.machine, budget, ahead)
+    variant = plan_cycles(sharding, first, ops, options, "order-0")
+    agreement.require_same(f"{variant.outcome}, reads {cycles[0].key}", "planned a recorded iteration")
+    if variant.step.plan is None:
+        raise RuntimeError(f"compile: there is no plan for what was recorded: {variant.step.why_not}")
+    assert variant.step.recorded is not None
+    graph = CompiledGraph(sharding, [variant], variant.step.recorded, agreement)
+    for cycle in cycles:
+        graph.add_variant(cycle.key, ops)  # other orders that were recorded
+    return graph
+
+
+def _checked_ahead(value: int | str) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f'compile: prefetch_ahead is {value!r}; it is a number of layers, or "auto"')
+    if value < 0:
+        raise ValueError(
+            f'compile: prefetch_ahead is {value}; it counts layers: 0 gathers on demand, "auto" lets the planner choose'
+        )
+    return value
+
+
+__all__ = ["compile"]

@@ -1,0 +1,98 @@
+"""Plans a step with all its micro-batches, of which each runs the same two graphs.
+
+The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next. One
+micro-batch is then planned beside that: what its graphs do holds for every micro-batch, within the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from deepcompile import plan as planner
+from deepcompile.segments import Segments
+from deepcompile.step_plan import BACKWARD, ParamFacts, StepPlan, step_graph_text, step_plan
+
+#: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.
+MOST_MICRO_BATCHES = 16
+
+
+class NeedsOffload(planner.BudgetError):
+    """The budget holds the step only if something leaves the device, which the runtime does not do yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a step is planned from."""
+
+    name: str
+    graphs: Mapping[str, Segments]
+    facts: Mapping[str, ParamFacts]
+    world: int
+    seconds: Mapping[str, list[float]]  # of each segment, by phase
+    saved: list[tuple[str, int, int, int]]
+    update_seconds: float  # of the optimizer
+    machine: planner.Machine
+    budget: int
+    strategy: str
+
+    def plan(self, micro_batches: int, kept: Iterable[str] = ()) -> tuple[str, planner.Plan]:
+        text = step_graph_text(
+            self.name,
+            self.graphs,
+            self.facts,
+            self.world,
+            self.seconds,
+            self.saved,
+            self.update_seconds,
+            micro_batches=micro_batches,
+            kept=kept,
+        )
+        graph = planner.StepGraph(text, self.name)
+        planned = planner.plan(graph, self.machine, budget=self.budget, strategy=self.strategy)
+        if any(kind in ("offload", "reload") for kind, _, _, _ in planned.instructions):
+            raise NeedsOffload(f"{self.budget} bytes do not hold the step without offloading")
+        return text, planned
+
+
+def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
+    """Raises planner.BudgetError when nothing fits."""
+    if BACKWARD not in inputs.graphs:
+        micro_batches = 1
+    count = min(micro_batches, MOST_MICRO_BATCHES)
+    text, planned = inputs.plan(count)
+    if count == 1:
+        return step_plan(text, planned, inputs.graphs, inputs.facts)
+    kept = kept_over_micro_batches(planned, inputs.graphs)
+    by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
+    while True:
+        try:
+            _, micro = inputs.plan(1, by_size)
+            break
+        except planner.BudgetError:
+            # The plan of the whole let go of some before its last use of them, which a graph that runs again cannot.
+            if not by_size:
+                raise
+            by_size = by_size[: len(by_size) // 2]
+    found = step_plan(text, micro, inputs.graphs, inputs.facts, frozenset(by_size))
+    return dataclasses.replace(found, planned=planned, micro_batches=count)
+
+
+def _bytes(graphs: Mapping[str, Segments], param: str) -> int:
+    return max(segments.params[param].bytes for segments in graphs.values() if param in segments.params)
+
+
+def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments]) -> set[str]:
+    """Parameters that the plan gathers at most once for all micro-batches. (A frozen one it may not gather at all; the
+    runtime gathers it once a step, since it cannot know what the program does to it between steps.)
+    """
+    gathers: dict[str, int] = {}
+    for kind, _, _, items in planned.instructions:
+        if kind == "gather":
+            for param in items:
+                gathers[param] = gathers.get(param, 0) + 1
+    used = {param for segments in graphs.values() for segment in segments.segments for param in segment.uses}
+    return {param for param in used if gathers.get(param, 0) <= 1}
+
+
+__all__ = ["Inputs", "NeedsOffload", "kept_over_micro_batches", "plan_whole_step"]

@@ -1,0 +1,159 @@
+// What the ZeRO-3 executor does where it follows a plan (replay_test.cpp: what the plan says).
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "deepcompile/runtime/z3_executor.h"
+
+#include "support/ranks.h"
+
+namespace dc {
+namespace {
+
+using testing::close;
+using testing::errorsOfRanks;
+using testing::gradientOf;
+using testing::GroupSetup;
+using testing::meanGradient;
+using testing::Rank;
+using testing::runRanks;
+using testing::World;
+
+at::Tensor valuesOf(std::int64_t id) { return at::arange(6, at::kFloat) + 10.0 * static_cast<double>(id); }
+const std::vector<std::int64_t> kIds = {1, 2, 3};
+
+ReplayKey key(std::int64_t id) { return {id, at::kFloat}; }
+ReplayAccess access(std::int64_t id, bool backward) { return {key(id), ReplayAccess::Kind::Read, backward}; }
+
+// 1 and 2 are gathered together; 2 stays from forward to backward.
+std::shared_ptr<ReplayFollower> followerOf(std::vector<std::string>& agreed) {
+  ReplayVariant variant = {{access(1, false), false, {{key(1), key(2)}}},
+                           {access(2, false), true, {}},
+                           {access(2, true), false, {{key(1)}}},
+                           {access(1, true), false, {}}};
+  return std::make_shared<ReplayFollower>(
+      std::vector<ReplayVariant>{variant}, std::unordered_set<std::int64_t>{}, std::unordered_set<std::int64_t>{},
+      [&agreed](const std::string& text) { agreed.push_back(text); }, [](std::int64_t id) { return concat("w", id); });
+}
+
+std::shared_ptr<Z3CustomOpExecutor> graphOf(Rank& rank) {
+  for (const std::int64_t id : kIds) {
+    rank.addSharded(id, valuesOf(id));
+  }
+  auto graph = rank.graph<Z3CustomOpExecutor>(1, kIds);
+  rank.agree();
+  return graph;
+}
+
+class Z3Replay : public ::testing::TestWithParam<CpuStreamMode> {
+ protected:
+  GroupSetup setup() const { return {2, GetParam(), 8, testing::configOfTests()}; }
+};
+
+void readForward(Z3CustomOpExecutor& graph, std::int64_t id) {
+  EXPECT_TRUE(at::equal(graph.gatherShard(id, std::nullopt, false), valuesOf(id)));
+}
+
+void readBackward(Z3CustomOpExecutor& graph, const Rank& rank, std::int64_t id) {
+  const auto version = DSParamRegistry::versionOf(rank.registry->getParam(id).getDSTensor());
+  EXPECT_TRUE(at::equal(graph.gatherAgain({1, id, at::kFloat, version, rank.context->generation}), valuesOf(id)));
+}
+
+TEST_P(Z3Replay, GathersAreFusedAndWhatThePlanKeepsIsNotGatheredAgain) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    std::vector<std::string> agreed;
+    graph->follow(followerOf(agreed));
+    readForward(*graph, 1);
+    EXPECT_GT(rank.pool->live(), 0);  // 2 is there ahead of its use
+    readForward(*graph, 2);
+    readBackward(*graph, rank, 2);
+    readBackward(*graph, rank, 1);
+    graph->endCycle();
+    EXPECT_EQ(rank.context->stats.gathers_launched.load(), 3);  // 1, 2, and 1 again
+    EXPECT_EQ(rank.context->stats.gathers_fused.load(), 2);
+    EXPECT_EQ(rank.pool->live(), 0);
+    EXPECT_TRUE(agreed.empty());
+    EXPECT_EQ(graph->follower()->cycles(), 1);
+  });
+}
+
+TEST_P(Z3Replay, WhatWasGatheredForNothingGoesBackToThePool) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    std::vector<std::string> agreed;
+    graph->follow(followerOf(agreed));
+    readForward(*graph, 1);
+    readForward(*graph, 3);  // not planned: gathered on demand
+    readBackward(*graph, rank, 1);
+    graph->endCycle();
+    EXPECT_EQ(rank.pool->live(), 0);
+    EXPECT_EQ(graph->follower()->divergences(), 1);
+    EXPECT_EQ(graph->follower()->dropped(), 1);
+    EXPECT_EQ(agreed.size(), 2U);
+    graph->follow(nullptr);
+    readForward(*graph, 2);
+    EXPECT_EQ(agreed.size(), 2U);  // nobody follows any more
+  });
+}
+
+TEST_P(Z3Replay, ATensorThatTheProgramHoldsOutlivesItsDrop) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    std::vector<std::string> agreed;
+    graph->follow(followerOf(agreed));
+    readForward(*graph, 1);
+    const at::Tensor held = graph->gatherShard(2, std::nullopt, false);
+    graph->follow(nullptr);  // given up in the middle
+    EXPECT_TRUE(at::equal(held, valuesOf(2)));
+  });
+}
+
+TEST_P(Z3Replay, BucketsAreReducedWhereThePlanSaysAndTheGradientsAreTheSame) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    for (const bool planned : {false, true}) {
+      const std::int64_t before = rank.context->stats.buckets_flushed.load();
+      if (planned) {
+        EXPECT_EQ(graph->reductionOrder(), (std::vector<std::int64_t>{3, 2, 1}));
+        EXPECT_HAS(testing::errorOf([&] { graph->planFlushes({true}); }), "does not fit an order of 3");
+        graph->planFlushes({true, true, true});  // the last is left to the end of the backward
+      }
+      graph->startBackward(true);
+      for (const std::int64_t id : {3, 2, 1}) {
+        graph->reduceGrad(gradientOf(rank.rank(), id, 6), id);
+      }
+      graph->endBackward();
+      EXPECT_EQ(rank.context->stats.buckets_flushed.load() - before, 3);  // a bucket of 8 elements holds one gradient
+      for (const std::int64_t id : kIds) {
+        const at::Tensor mean = meanGradient(2, id, 6).narrow(0, rank.rank() * 3L, 3);
+        EXPECT_TRUE(close(rank.gradient(id), mean)) << id;
+      }
+    }
+  });
+  GroupSetup wide = setup();
+  wide.bucket_size = 64;
+  runRanks(wide, [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    const auto flushed = [&] { return rank.context->stats.buckets_flushed.load(); };
+    const auto backward = [&] {
+      const std::int64_t before = flushed();
+      graph->startBackward(true);
+      for (const std::int64_t id : {3, 2, 1}) {
+        graph->reduceGrad(gradientOf(rank.rank(), id, 6), id);
+      }
+      graph->endBackward();
+      return flushed() - before;
+    };
+    EXPECT_EQ(backward(), 1);
+    graph->planFlushes({true, false, false});
+    EXPECT_EQ(backward(), 2);
+    graph->planFlushes({});
+    EXPECT_EQ(backward(), 1);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Streams, Z3Replay, ::testing::Values(CpuStreamMode::Inline, CpuStreamMode::Worker),
+                         [](const auto& info) { return testing::nameOf(info.param); });
+
+}  // namespace
+}  // namespace dc

@@ -1,0 +1,155 @@
+"""Plans of whole steps: all micro-batches, reductions, new plans when times drift, and what happens when planning fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import deepcompile
+from harness import run_ranks
+from models import Run, assert_close, train_unsharded
+
+
+def engine_of(run: Run) -> deepcompile.Engine:
+    model = run.make()
+    return deepcompile.initialize(model, run.optimizer(model.parameters()), run.config)
+
+
+def config(**more) -> dict:
+    compiles = {"backend": "aot_eager"} | more.pop("compile", {})
+    return {"zero_optimization": {"stage": 3}, "timeout": 60, "compile": compiles, **more}
+
+
+STEPS = {"gradient_accumulation_steps": 4}
+
+
+def accumulates(rank: int, world: int, run: Run) -> dict:
+    engine = engine_of(run)
+    losses, launched, live = [], [], []
+    for step in range(run.steps):
+        before = engine.stats()["gathers_launched"]
+        for micro in range(run.accumulation):
+            loss = engine(run.batch(rank, step, micro))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        launched.append(engine.stats()["gathers_launched"] - before)
+        live.append(engine.stats()["gathered_bytes_live"])
+    step = engine.sharding.planner.training_step()
+    assert step is not None and step.plan is not None, step and step.why_not
+    return {
+        "losses": losses,
+        "launched": launched[-1],
+        "live": live[-1],
+        "kept": sorted(step.plan.kept),
+        "peak": max(step.plan.planned.peak_bytes, step.plan.micro.peak_bytes),
+        "predicted": step.plan.planned.step_ns,
+        "rows": dict(engine.explain().rows),
+        "state": {name: value.clone() for name, value in deepcompile.full_state_dict(engine.module).items()},
+    }
+
+
+def test_parameters_are_gathered_once_for_all_micro_batches_where_memory_allows() -> None:
+    room = Run("llama", {"layers": 4, "size": 32}, config(**STEPS), steps=3)
+    losses, state = train_unsharded(room, 2)
+    found = run_ranks(2, accumulates, room)
+    count = len(list(room.make().parameters()))
+    for rank, one in enumerate(found):
+        assert one["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        for name, value in state.items():
+            assert_close(one["state"][name], value, 1e-4, name)
+        assert len(one["kept"]) == count and one["launched"] == count
+        assert one["rows"]["kept for all micro-batches"] == f"{count} parameters"
+        assert "for 4 micro-batches" in one["rows"]["predicted step"]
+
+    least = run_ranks(
+        2, accumulates, replace(room, config=config(compile={"strategy": "on_demand"}, **STEPS), steps=2)
+    )[0]
+    assert least["kept"] == [] and least["live"] == 0 and least["launched"] > 4 * count
+    budget = least["peak"] + (found[0]["peak"] - least["peak"]) // 3
+    for rank, one in enumerate(run_ranks(2, accumulates, replace(room, config=config(memory_budget=budget, **STEPS)))):
+        assert one["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        assert len(one["kept"]) < count and count < one["launched"] < least["launched"]
+        assert one["peak"] <= budget
+
+
+def reduces(rank: int, world: int, bucket: int | None) -> tuple[list[int], int, list[float], str]:
+    zero = {"stage": 3} if bucket is None else {"stage": 3, "reduce_bucket_size": bucket}
+    run = Run("llama", {"layers": 3, "size": 64}, config() | {"zero_optimization": zero}, steps=6)
+    engine = engine_of(run)
+    flushed, losses = [], []
+    for step in range(run.steps):
+        before = engine.stats()["buckets_flushed"]
+        loss = engine(run.batch(rank, step, 0))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        flushed.append(engine.stats()["buckets_flushed"] - before)
+    step = engine.sharding.planner.training_step()
+    assert step is not None and step.plan is not None
+    assert sorted(name for names in step.plan.reductions for name in names) == sorted(
+        s.name for s in engine.sharding.params
+    )
+    return flushed, len(step.plan.reductions), losses, dict(engine.explain().rows)["reductions"]
+
+
+def test_gradients_are_reduced_together_as_planned_unless_a_bucket_size_is_configured() -> None:
+    worker = {"DEEPCOMPILE_CPU_STREAM": "worker"}  # reductions run beside the backward
+    planned, sized = (run_ranks(2, reduces, bucket, environment=worker) for bucket in (None, 1))
+    for (flushed, buckets, losses, said), by_size in zip(planned, sized, strict=True):
+        assert flushed[-1] == buckets and said == f"{buckets} in a backward, as planned"
+        assert by_size[0][-1] > 10 and by_size[3] == "by the size of the buckets"
+        assert losses == pytest.approx(by_size[2], rel=1e-5)
+
+
+def runs_out_of_memory(rank: int, world: int, replanning: bool) -> None:
+    from deepcompile import whole_step
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    run = Run("llama", {}, config(), steps=6)
+    engine = engine_of(run)
+    if rank == 1 and not replanning:
+        whole_step.planner.plan = fail  # what the planner's own allocation would do
+    for step in range(run.steps):
+        if rank == 1 and replanning and step == 1:
+            whole_step.planner.plan = fail
+        engine.backward(engine(run.batch(rank, step, 0)))
+        engine.step()
+    step = engine.sharding.planner.training_step()
+    assert step is not None and "rank 1 ran out of memory while planning" in step.why_not
+    if replanning:
+        assert step.plan is not None and not step.measured  # the plan from estimates stays
+    else:
+        assert step.plan is None
+        assert "ran out of memory" in dict(engine.explain().rows)["plan"]
+    assert engine.steps == run.steps
+
+
+@pytest.mark.parametrize("replanning", [False, True])
+def test_a_rank_that_runs_out_of_memory_while_planning_leaves_all_with_the_safe_plan(replanning: bool) -> None:
+    run_ranks(2, runs_out_of_memory, replanning)
+
+
+def drifts(rank: int, world: int, factor: float, steps: int) -> tuple[list[tuple[float, float]], dict[str, str]]:
+    settings = {"replan_factor": factor, "replan_steps": 3, "profile_steps": 2}
+    run = Run("llama", {"layers": 2, "size": 32}, config(compile=settings))
+    engine = engine_of(run)
+    for step in range(steps):
+        batch = run.batch(rank, step, 0)
+        engine.backward(engine(torch.cat([batch] * (100 if step >= 6 else 1))))
+        engine.step()
+    return engine.drift.history, dict(engine.explain().rows)
+
+
+def test_steps_that_take_much_longer_than_when_they_were_planned_are_measured_and_planned_again() -> None:
+    first, second = run_ranks(2, drifts, 3.0, 13)
+    assert first[0] == second[0] and first[0]
+    expected, found = first[0][-1]
+    assert found > 3 * expected or expected > 3 * found
+    assert "when a step went from" in first[1]["planned again"] and "measured times" in first[1]["plan"]
+    history, rows = run_ranks(2, drifts, 0.0, 9)[0]
+    assert history == [] and "planned again" not in rows
