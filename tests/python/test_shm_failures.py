@@ -185,7 +185,8 @@ def ends_its_group_in_a_callback(rank: int, world: int) -> None:
         dist.barrier()
     gc.collect()
     deadline = time.monotonic() + 10  # the thread ends after the callback
-    while (fixture.threads(), fixture.descriptors()) != (threads, descriptors):
+    # Fewer than at first is right as well: a descriptor of the first group may have been on its way out then.
+    while fixture.threads() > threads or fixture.descriptors() > descriptors:
         assert time.monotonic() < deadline, (fixture.threads(), threads, fixture.descriptors(), descriptors)
         time.sleep(0.01)
 
