@@ -23,23 +23,6 @@ struct Launch {
   int count;
 };
 
-// What this block copies: `size` elements of a piece from `begin` on.
-struct Share {
-  const Piece* piece;
-  std::int64_t begin;
-  std::int64_t size;
-};
-
-__device__ Share shareOfBlock(const Launch& launch) {
-  int piece = 0;
-  while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
-    ++piece;
-  }
-  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - launch.first_block[piece]) * kElementsPerBlock;
-  const std::int64_t rest = launch.pieces[piece].count - begin;
-  return {&launch.pieces[piece], begin, rest < kElementsPerBlock ? rest : kElementsPerBlock};
-}
-
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
   T values[kCount];
@@ -48,10 +31,16 @@ struct alignas(sizeof(T) * kCount) Vector {
 // 16 bytes of the wider type at a time where both ends are aligned for it.
 template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ Launch launch) {
-  const Share share = shareOfBlock(launch);
-  const std::int64_t size = share.size;
-  const From* from = static_cast<const From*>(share.piece->from) + share.begin;
-  To* to = static_cast<To*>(share.piece->to) + share.begin;
+  int piece = 0;
+  while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
+    ++piece;
+  }
+  const Piece& work = launch.pieces[piece];
+  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - launch.first_block[piece]) * kElementsPerBlock;
+  const std::int64_t rest = work.count - begin;
+  const std::int64_t size = rest < kElementsPerBlock ? rest : kElementsPerBlock;
+  const From* from = static_cast<const From*>(work.from) + begin;
+  To* to = static_cast<To*>(work.to) + begin;
 
   constexpr int kWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   using FromVector = Vector<From, kWidth>;
@@ -80,10 +69,17 @@ __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ L
 // Bits as they are, for every type.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) moveKernel(const __grid_constant__ Launch launch) {
-  const Share share = shareOfBlock(launch);
-  const Word* from = static_cast<const Word*>(share.piece->from) + share.begin;
-  Word* to = static_cast<Word*>(share.piece->to) + share.begin;
-  for (std::int64_t i = threadIdx.x; i < share.size; i += kThreads) {
+  int piece = 0;
+  while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
+    ++piece;
+  }
+  const Piece& work = launch.pieces[piece];
+  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - launch.first_block[piece]) * kElementsPerBlock;
+  const std::int64_t rest = work.count - begin;
+  const std::int64_t size = rest < kElementsPerBlock ? rest : kElementsPerBlock;
+  const Word* from = static_cast<const Word*>(work.from) + begin;
+  Word* to = static_cast<Word*>(work.to) + begin;
+  for (std::int64_t i = threadIdx.x; i < size; i += kThreads) {
     to[i] = from[i];
   }
 }
