@@ -20,8 +20,6 @@ void setDeviceKernels(at::DeviceType type, DeviceKernels* kernels) {
   kernels_of[static_cast<std::size_t>(type)] = kernels;
 }
 
-bool hasDeviceKernels(at::DeviceType type) { return find(type) != nullptr; }
-
 void copyParts(std::span<const CopyPart> parts) {
   if (parts.empty()) {
     return;

@@ -27,7 +27,6 @@ class DeviceKernels {
 // The kernels of a device's library take the place of ATen's for its device type; null takes them away. Not while
 // others use them: when the library is loaded.
 void setDeviceKernels(at::DeviceType type, DeviceKernels* kernels);
-bool hasDeviceKernels(at::DeviceType type);
 
 void copyParts(std::span<const CopyPart> parts);
 

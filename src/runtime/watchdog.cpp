@@ -1,6 +1,7 @@
 #include "deepcompile/runtime/watchdog.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "deepcompile/base/error.h"
@@ -34,7 +35,12 @@ void Watchdog::watch(Event done, Stream::Describe what) {
 void Watchdog::serve() {
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, kPeriod, [this] { return stopping_; })) {
-    const auto trouble = look();
+    std::optional<std::pair<std::string, std::string>> trouble;
+    try {
+      trouble = look();
+    } catch (const std::exception& error) {  // a device that has failed says so to whoever asks it
+      trouble.emplace(watched_.empty() ? "work on the device" : watched_.front().what(), error.what());
+    }
     if (trouble) {
       given_up_ = true;
       watched_.clear();

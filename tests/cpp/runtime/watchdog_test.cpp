@@ -7,6 +7,8 @@
 
 #include <gtest/gtest.h>
 
+#include "deepcompile/base/error.h"
+
 namespace dc {
 namespace {
 
@@ -65,6 +67,22 @@ TEST(Watchdog, WorkThatEndsInTimeIsForgottenAndLaterWorkIsWatched) {
   auto said = watching.said.get_future();
   ASSERT_EQ(said.wait_for(std::chrono::seconds(20)), std::future_status::ready);
   EXPECT_EQ(said.get().first, "the second");
+}
+
+// Of a device that has failed.
+class Failed final : public EventState {
+ public:
+  bool passed() const override { fail("an illegal access"); }
+  void wait(Deadline) const override {}
+};
+
+TEST(Watchdog, ADeviceThatFailsIsReportedAndDoesNotEndTheProcess) {
+  Watching watching;
+  watching.timeout = 1000;
+  watching.watchdog->watch(Event(std::make_shared<Failed>()), [] { return "reducing"; });
+  auto said = watching.said.get_future();
+  ASSERT_EQ(said.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  EXPECT_EQ(said.get(), Said("reducing", "an illegal access"));
 }
 
 TEST(Watchdog, NothingIsSaidAfterStop) {
