@@ -29,6 +29,7 @@ add_library(
   runtime/device_kernels.cpp
   runtime/device_stream.cpp
   runtime/executor.cpp
+  runtime/executor_order.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
   runtime/host_memory.cpp
