@@ -158,6 +158,7 @@ class _Slicer:
         self._params = params
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self._sharding.runtime.end_reads()
         for attribute, sharded in self._params.items():
             value = state_dict.get(prefix + attribute)
             if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:

@@ -68,6 +68,7 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
             f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
         )
     if modifier_rank is not None:
+        sharding.runtime.end_reads()
         for sharded in params:
             _write_back(sharding, sharded, whole[sharded.id].detach(), modifier_rank)
 
