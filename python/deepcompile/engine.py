@@ -120,7 +120,8 @@ class Engine(EngineSurface):
             )
         update = self.is_gradient_accumulation_boundary()
         self.drift.start()
-        self.sharding.runtime.start_backward(update)
+        # The reductions of all but the last micro-batch may run on beside the next forward.
+        self.sharding.runtime.start_backward(update, settle_later=True)
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
         try:

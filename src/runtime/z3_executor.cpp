@@ -530,7 +530,14 @@ void Z3CustomOpExecutor::endBackward() {
         *gather_.stream, [place = place()] { return concat("ending the reads of shards on ", place); },
         [comm = gather_.comm] { comm->endReads(); });
   }
-  context_->await(gather_.stream->record());
+  if (unsettled()) {
+    // The shards stay as they are, and so nobody has to know when the gathers have read them.
+    for (const std::int64_t id : ds_ids_) {
+      settleBeforeReads(param_registry_->getParam(id).getDSTensor(), context_->unsettled);
+    }
+  } else {
+    context_->await(gather_.stream->record());
+  }
   for (const std::int64_t id : reloading_) {
     param_registry_->getParam(id).getDSTensor();
   }
@@ -542,11 +549,16 @@ void Z3CustomOpExecutor::endBackward() {
   for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
     drop(id, ReleasedSize::Zero);
   }
-  if (!context_->profiling && communicates()) {
+  if (!context_->profiling && communicates() && !unsettled()) {
     publishGradients();
   }
   reduced_.clear();
   context_->recorder->add(RecordedOp::Kind::End, -1, at::kFloat, 0, true, mark);
+}
+
+void Z3CustomOpExecutor::reductionsSettled() {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  publishGradients();
 }
 
 // The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.

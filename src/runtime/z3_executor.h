@@ -82,6 +82,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
   bool sendsTasksOneByOne() const override { return true; }
   bool communicates() const override { return !reduce_at_update_ || param_updated_; }
+  void reductionsSettled() override;
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
 
