@@ -375,6 +375,9 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
 
 void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
                                         const std::vector<at::ScalarType>& dtypes, bool backward) {
+  if (follower_ != nullptr && !ds_ids.empty() && !follower_->isLeaf(ds_ids[0])) {
+    return;  // planned for one compiled graph; what is followed is planned for the whole step
+  }
   if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
     const Timeline::Mark mark = context_->recorder->mark();
     followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
