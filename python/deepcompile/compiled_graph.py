@@ -279,7 +279,7 @@ class CompiledGraph:
             (
                 "compiled",
                 f"the step lies in {len(calls)} graphs, {forward} of the forward and {len(calls) - forward} of the "
-                f"backward, planned as one; {len(self._variants)} orders are known",
+                f"backward, planned as one; orders known: {len(self._variants)}",
             ),
             (
                 "across graphs",

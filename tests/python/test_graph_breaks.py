@@ -53,7 +53,7 @@ class BrokenRun(Run):
 
     def batch(self, rank: int, step: int, micro: int) -> Any:
         generator = torch.Generator(torch.get_default_device()).manual_seed(100_000 * step + 100 * micro + rank)
-        return torch.randn(4, 24, generator=generator), step in self.skips
+        return torch.randn(24, 24, generator=generator), step in self.skips
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=self.learning_rate)  # leaves what has no gradient as it is
@@ -128,9 +128,8 @@ def test_the_first_gathers_of_a_graph_start_in_the_one_before_and_another_branch
 
 
 def test_a_step_in_several_graphs_keeps_to_the_memory_budget() -> None:
-    run = BrokenRun("broken", {}, config("inductor", memory_budget=36_000, gradient_accumulation_steps=2), steps=5)
+    run = BrokenRun("broken", {}, config("inductor", memory_budget=58_000, gradient_accumulation_steps=2), steps=5)
     for one in check(run):
-        print(one["rows"], one["launched"])
         assert one["launched"][-1][0] > OWN  # for the next graph
         assert one["launched"][-1][-1] > 3 * OWN  # and again in the backward
 
