@@ -114,7 +114,9 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
-        elif op is _ops.gather_shard.default and bound.get("keep"):
+        elif op is _ops.gather_shard.default and (
+            bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
+        ):
             graph.never_reuse_buffers.update(outputs)  # others may read the same memory
         elif op in _COPIES or bound.get("given"):
             # It reads its source after this call has returned.

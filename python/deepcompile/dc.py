@@ -166,9 +166,16 @@ class Runtime:
         _saved_tensors.switch_off()
         self._native.end_forward()
 
-    def start_backward(self, update: bool) -> None:
-        """``update`` says that an optimizer step follows this backward."""
-        self._native.start_backward(update)
+    def start_backward(self, update: bool, *, settle_later: bool = False) -> None:
+        """``update`` says that an optimizer step follows this backward. With ``settle_later`` one that no update follows
+        ends without a wait for its reductions: gradient buffers must not be read before :meth:`settle`, the next backward
+        or a read of ``shard.grad``, which wait. The same on all ranks.
+        """
+        self._native.start_backward(update, settle_later)
+
+    def settle(self) -> None:
+        """Waits for the reductions that backwards have left running."""
+        self._native.settle()
 
     def enable_profiling(self, enable: bool) -> None:
         """While enabled, reductions and frees are skipped."""
@@ -316,8 +323,12 @@ def end_forward() -> None:
     _runtime().end_forward()
 
 
-def start_backward(update: bool) -> None:
-    _runtime().start_backward(update)
+def start_backward(update: bool, *, settle_later: bool = False) -> None:
+    _runtime().start_backward(update, settle_later=settle_later)
+
+
+def settle() -> None:
+    _runtime().settle()
 
 
 def enable_profiling(enable: bool) -> None:

@@ -27,7 +27,7 @@ from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
-    from deepcompile.planning import StepPlanner
+    from deepcompile.planning import CompiledCall, StepPlanner
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -80,6 +80,8 @@ class Sharding:
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
+        #: Runs of compiled graphs that train, while somebody wants to know of them.
+        self.calls: list[CompiledCall] | None = None
         self._trained: list[bool] = []  # what the runtime has gradient buffers for
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None

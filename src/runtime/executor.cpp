@@ -87,6 +87,7 @@ void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
 }
 
 void CustomOpExecutor::openBackward(bool update) {
+  settle();
   // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
   // in an update but never ended counts too.
   if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
@@ -462,6 +463,13 @@ void CustomOpExecutor::endBackward() {
   }
   last_presence_.reset();
   flushAllReduceBuckets();
+  context_->warm = true;
+  if (mayLeaveRunning()) {
+    unsettled_ = true;
+    context_->unsettled->setPending(true);
+    context_->stats.backwards_left_running.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
   context_->await(rs_stream_->record());
   if (comm_->size() > 1) {
     reduceSurplus();
@@ -470,7 +478,6 @@ void CustomOpExecutor::endBackward() {
   if (!order_learned_ && comm_->size() > 1) {
     learnOrder();
   }
-  context_->warm = true;
 }
 
 }  // namespace dc

@@ -51,13 +51,21 @@ class CustomOpExecutor {
   virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update);
-  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it. Does
-  // nothing when no backward is open.
+  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or
+  // leaves that to settle). Does nothing when no backward is open.
   virtual void endBackward();
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
   // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
   at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+
+  // The backward that is opened next may end without a wait for its reductions; settle has it. The same on all ranks.
+  void settleLater(bool later) { settle_later_ = later; }
+  // Waits for what the last backward left running and does what was to be done after it. All ranks call it before they
+  // open the next backward; gradients that some rank had beyond the expected ones are reduced here.
+  void settle();
+  // The same at a moment of this rank's own. Throws when there are gradients beyond the expected ones.
+  void settleAlone();
 
   // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
   // up.
@@ -100,6 +108,11 @@ class CustomOpExecutor {
   virtual void accumulateLocally(const DSParam& param, const at::Tensor& grad);
   // The gradient that enters the bucket: `grad` (undefined: none) and what was kept on this rank.
   virtual at::Tensor withLocal(const DSParam& param, at::Tensor grad) { return grad; }
+
+  // The caller is ordered after all reductions of the last backward.
+  virtual void reductionsSettled() {}
+  // True between a backward that ended without a wait for its reductions and settle.
+  bool unsettled() const { return unsettled_; }
 
   void flushAllReduceBuckets();
   // The reduction waits for the copies into the bucket.
@@ -150,6 +163,11 @@ class CustomOpExecutor {
   // Where in the expected order the planned buckets end.
   void placeFlushes();
   void readPresence();
+  // True when the open backward may end without a wait. Never depends on the rank: where gradients come beyond the
+  // expected ones, all ranks meet at the same place.
+  bool mayLeaveRunning() const;
+  bool anySurplus(bool mine);
+  void finishSettling();
 
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
   struct Presence {
@@ -173,6 +191,9 @@ class CustomOpExecutor {
   std::vector<Presence> presence_;
   std::shared_ptr<const at::Tensor> last_presence_;  // of the bucket that was flushed last
   std::unordered_set<std::int64_t> without_gradient_;
+  bool settle_later_ = false;
+  bool unsettled_ = false;
+  bool had_surplus_ = false;  // then every backward is waited for
 };
 
 // The executor of a graph as type T; an error when there is none or it is of another stage.
