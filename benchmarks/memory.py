@@ -124,7 +124,7 @@ def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, fo
     meter.reset()
     blocks = meter.blocks(now=True)
     if engine is not None:
-        getattr(engine.sharding.runtime, "reset_gathered_peak", lambda: None)()
+        engine.sharding.runtime.reset_gathered_peak()
     train(batch)
     found: dict[str, Any] = {"step": meter.peak() - compiled}
     more = meter.blocks(now=False) - blocks
@@ -184,7 +184,15 @@ def main() -> int:
         for name in wanted:
             config = SYSTEMS[name]
             found = run(name, config, layers, folder)
-            print(name, {k: round(v / MIB, 2) if isinstance(v, int) and k != "kept" else v for k, v in found.items() if k != "explained"}, flush=True)
+            print(
+                name,
+                {
+                    k: round(v / MIB, 2) if isinstance(v, int) and k != "kept" else v
+                    for k, v in found.items()
+                    if k != "explained"
+                },
+                flush=True,
+            )
             if os.environ.get("SHOW"):
                 print(found.get("explained"))
     return 0

@@ -3,9 +3,9 @@
 Six things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
 they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a
 release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. Two gathers
-of one parameter would be merged across the release between them. And Inductor would use the memory of a gathered parameter,
-once it is done with it, for results of its own, though the runtime may hand the same memory to the next reader; where told not
-to, it would hold the memory to the end of the graph.
+of one parameter would be merged across the release between them. Inductor would use the memory of a gathered parameter, once
+it is done with it, for results of its own, though the runtime may hand the same memory to the next reader. And a gradient
+that is reduced from where it lies, which Inductor must not use again either, it would hold to the end of the backward.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _releases_end_regions(pattern_matcher: ModuleType) -> None:
 
 
 def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
-    """What Inductor may not use again it does not free either: every whole gradient would live to the end of the backward."""
+    """What Inductor may not use again it does not free either: every gradient would be held to the end of the backward."""
     codegen = wrapper.PythonWrapperCodegen
     free = codegen.codegen_free
 
