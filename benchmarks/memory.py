@@ -31,6 +31,7 @@ MIB = 2**20
 #: name -> what the configuration says; None: not ours
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "unplanned": {"memory_budget": 1},
+    "least": {"memory_budget": "least"},
     "on_demand": {"compile": {"strategy": "on_demand"}},
     "per_block": {"compile": {"strategy": "per_block"}},
     "free memory": {},

@@ -141,6 +141,12 @@ class Runtime:
         """
         self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
 
+    def keep_idle_memory(self, keep: bool) -> None:
+        """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at
+        once for whatever else needs some meanwhile.
+        """
+        self._native.keep_idle_memory(keep)
+
     def reset_gathered_peak(self) -> None:
         """``stats()["gathered_bytes_peak"]`` counts from now on."""
         self._native.reset_gathered_peak()

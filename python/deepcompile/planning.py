@@ -99,6 +99,8 @@ class StepPlanner:
         self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
+        if self._config.memory_budget is not None:
+            sharding.runtime.keep_idle_memory(False)
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()
 
