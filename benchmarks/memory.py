@@ -1,14 +1,18 @@
 """The peak of memory of a training step under ZeRO-3, exactly: deepcompile, planned and not, against FSDP2.
 
 A Llama trains on two ranks of one thread. A library that is loaded before libc counts every byte that a rank has allocated
-(``heap_meter.c``); what lies in memory that the ranks share (shards and buckets) is added by its size. The collectives of
-all run over shared memory, whose staging is nobody's heap, as NCCL's is not. One row for each way of training:
+(``heap_meter.c``). The collectives of all run over shared memory, whose staging is nobody's heap, as NCCL's is not. A row
+for each way of training:
 
-``held``      between two steps: shards, gradients, states (nothing that a step makes)
-``peak``      the most within a step
-``gathered``  the most of gathered parameters at once
-``predicted`` what the planner said the peak would be
-``rest``      of the peak, beside ``held`` and ``gathered``: activations, gradients on their way, temporaries
+``peak``       the most bytes within a step
+``predicted``  what the planner said that would be
+``held``       shards, gradients and states of this rank, which are there all the time
+``idle``       memory that the pool of gathered parameters keeps between steps
+``step``       what a step needs beyond these
+``gathered``   the most of gathered parameters at once (in ``idle`` where the pool keeps it, else in ``step``)
+``blocks``     the largest blocks behind ``step``, in KiB: gradients, gathered parameters and activations differ in size
+
+``--only NAME,...`` runs some of them, ``--explain`` prints ``engine.explain()`` of each.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import tempfile
 from collections import Counter
 from typing import Any
 
-from report import Report, arguments
+from report import Report, parser_of
 from rich.table import Table
 
 RANKS = 2
@@ -30,8 +34,8 @@ MIB = 2**20
 
 #: name -> what the configuration says; None: not ours
 SYSTEMS: dict[str, dict[str, Any] | None] = {
-    "unplanned": {"memory_budget": 1},
     "least": {"memory_budget": "least"},
+    "unplanned": {"memory_budget": 1},  # too little for any plan
     "on_demand": {"compile": {"strategy": "on_demand"}},
     "per_block": {"compile": {"strategy": "per_block"}},
     "free memory": {},
@@ -127,25 +131,27 @@ def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, fo
     if engine is not None:
         engine.sharding.runtime.reset_gathered_peak()
     train(batch)
-    found: dict[str, Any] = {"step": meter.peak() - compiled}
+    step_bytes = meter.peak() - compiled
     more = meter.blocks(now=False) - blocks
-    found["more"] = {size // 1024: n for size, n in sorted(more.items(), reverse=True) if n > 0}
-    found["held"] = parameters * 3 // RANKS  # shards and states; the process also holds what is no tensor
-    found["gathered"] = found["predicted"] = 0
-    if engine is not None:
+    # The process also holds what is no tensor: what it holds of tensors is known better than measured.
+    found: dict[str, Any] = {
+        "held": parameters * (4 if engine is not None else 3) // RANKS,
+        "idle": 0,
+        "step": step_bytes,
+    }
+    found["blocks"] = [(size // 1024, count) for size, count in sorted(more.items(), reverse=True)[:4]]
+    if engine is None:  # its gradients come and go within the step
+        found["held"] += parameters // RANKS
+        found["step"] -= parameters // RANKS
+    else:
         stats = engine.stats()
         found["gathered"] = stats["gathered_bytes_peak"]
-        found["idle"] = stats["buffer_bytes_idle"]
-        found["buckets"] = stats["bucket_bytes"]
-        found["held"] += parameters // RANKS + found["idle"] + found["buckets"]
+        found["idle"] = stats["buffer_bytes_idle"] + stats["bucket_bytes"]
         step = engine.sharding.planner.training_step()
         if step is not None and step.plan is not None:
             found["predicted"] = step.plan.micro.peak_bytes
-            found["kept"] = sum(take.keep for take in step.plan.graphs["forward"].takes)
-        else:
-            found["why"] = step.why_not if step is not None else "no step"
         found["explained"] = str(engine.explain())
-    found["peak"] = found["held"] + found["step"]
+    found["peak"] = found["held"] + found["idle"] + found["step"]
     pipe.send(found)
     dist.destroy_process_group()
 
@@ -172,31 +178,46 @@ def run(name: str, config: dict[str, Any] | None, layers: int, folder: str) -> d
                 process.kill()
 
 
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    sizes = [found.get(key) for key in ("peak", "predicted", "held", "idle", "step", "gathered")]
+    blocks = ", ".join(f"{count} x {size}" for size, count in found["blocks"])
+    return [name, *("" if size is None else f"{size / MIB:.1f}" for size in sizes), blocks]
+
+
 def main() -> int:
-    options = arguments(__doc__)
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", help="names of the ways of training, with commas between them")
+    parser.add_argument("--explain", action="store_true", help="print the plans")
+    options = parser.parse_args()
     layers = 2 if options.quick else 8
-    report = Report(f"peak memory of a step of Llama, {layers} layers, fp32, {RANKS} ranks")
-    wanted = os.environ.get("ONLY", "").split(",") if os.environ.get("ONLY") else list(SYSTEMS)
+    title = f"Memory of a step of Llama, {layers} layers, fp32, {RANKS} ranks, in MiB"
+    report = Report(title)
+    table = Table("", "peak", "predicted", "held", "idle", "step", "gathered", "blocks (KiB)", title=title)
+    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         meter = f"{folder}/heap_meter.so"
         source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "heap_meter.c")
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", meter, source], check=True)
         os.environ["LD_PRELOAD"] = meter
-        for name in wanted:
-            config = SYSTEMS[name]
-            found = run(name, config, layers, folder)
-            print(
-                name,
-                {
-                    k: round(v / MIB, 2) if isinstance(v, int) and k != "kept" else v
-                    for k, v in found.items()
-                    if k != "explained"
-                },
-                flush=True,
-            )
-            if os.environ.get("SHOW"):
-                print(found.get("explained"))
-    return 0
+        for name in options.only.split(",") if options.only else SYSTEMS:
+            results[name] = run(name, SYSTEMS[name], layers, folder)
+            table.add_row(*row(name, results[name]))
+            print(*row(name, results[name]), sep=" | ", flush=True)
+            if options.explain and SYSTEMS[name] is not None:
+                print(results[name]["explained"], flush=True)
+    for name, found in results.items():
+        if SYSTEMS[name] is None:
+            continue
+        if "FSDP2 compiled" in results:
+            peer = results["FSDP2 compiled"]["peak"]
+            report.add(name, found["peak"] / MIB, "MiB", "FSDP2 compiled", peer / MIB)
+            if name in ("least", "unplanned"):
+                report.bar(f"{name}: peak not above FSDP2's", found["peak"] <= peer)
+        if "predicted" in found:
+            report.add(name, found["peak"] / MIB, "MiB", "predicted", found["predicted"] / MIB)
+            ratio = found["peak"] / found["predicted"]
+            report.bar(f"{name}: peak within 5 % of the predicted", name != "least" or 0.95 <= ratio <= 1.05)
+    return report.finish(options.json, [table])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,10 @@ class Inputs:
         )
         graph = planner.StepGraph(text, self.name)
         budget = self.budget or planner.least_budget(graph, self.machine)
-        return text, planner.plan(graph, self.machine, budget=budget, strategy=self.strategy)
+        # What stays for all micro-batches is read from the plan of all of them; one that saves memory by keeping a parameter
+        # for some of them only could not be followed.
+        strategy = "planned" if self.strategy == "auto" and micro_batches > 1 else self.strategy
+        return text, planner.plan(graph, self.machine, budget=budget, strategy=strategy)
 
 
 def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:

@@ -5,10 +5,9 @@
 namespace dc::plan {
 namespace {
 
-const std::vector<std::string_view> kLines = {"machine",   "devices",          "budget",       "inside",   "between",
-                                              "to_device", "to_host",          "shared_links", "slowdown", "launch",
-                                              "flops",     "memory_bandwidth", "host_update",  "gather",   "reduce",
-                                              "offload"};
+const std::vector<std::string_view> kLines = {
+    "machine",  "devices", "budget", "inside",           "between",     "to_device", "to_host", "shared_links",
+    "slowdown", "launch",  "flops",  "memory_bandwidth", "host_update", "gather",    "reduce",  "offload"};
 
 Link link(const TextReader& in, Link value) {
   for (std::size_t i = 1; i < in.words().size(); ++i) {

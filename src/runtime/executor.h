@@ -161,7 +161,7 @@ class CustomOpExecutor {
   std::size_t reductions_in_flight_ = kReductionsInFlight;
   GradientsInFlight copied_;        // on their way into a bucket
   GradientsInFlight reduced_from_;  // reduced from where they lie
-  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
+  std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad

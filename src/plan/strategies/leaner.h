@@ -6,7 +6,7 @@
 namespace dc::plan {
 
 // By how much longer than the fastest a step may become to need less memory, in thousandths.
-inline constexpr int kWorthLessMemory = 5;
+inline constexpr int kWorthLessMemory = 10;
 
 // Looks for plans like `found`, made for the same problem, that stay within less memory and whose step takes no longer
 // than `limit`. Returns the one with the least peak, `found` itself where there is none.

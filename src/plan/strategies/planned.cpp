@@ -210,11 +210,9 @@ Plan Auto::plan(const Problem& problem) const {
     candidates.push_back({std::move(plan), step, peak});
   }
   std::erase_if(candidates, [&](const Candidate& candidate) { return candidate.step > limit; });
-  return std::move(std::min_element(candidates.begin(), candidates.end(),
-                                    [](const Candidate& a, const Candidate& b) {
-                                      return std::pair(a.peak, a.step) < std::pair(b.peak, b.step);
-                                    })
-                       ->plan);
+  return std::move(std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+                     return std::pair(a.peak, a.step) < std::pair(b.peak, b.step);
+                   })->plan);
 }
 
 }  // namespace dc::plan

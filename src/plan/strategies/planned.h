@@ -20,12 +20,14 @@ Attempt searchPlan(const Problem& problem);
 // The least budget for which `planned` finds a plan.
 Bytes leastBudget(const Problem& problem);
 
-// Simulates every strategy. Of plans whose steps are nearly as short as the shortest (kWorthLessMemory) it keeps the one
-// that needs the least memory.
+// Simulates every strategy. Of plans whose steps are nearly as short as the shortest (kWorthLessMemory) it keeps the
+// one that needs the least memory.
 class Auto : public Strategy {
  public:
   std::string_view name() const override { return "auto"; }
-  std::string_view summary() const override { return "the fastest of all strategies in simulation, or nearly so with less memory"; }
+  std::string_view summary() const override {
+    return "the fastest of all strategies in simulation, or nearly so with less memory";
+  }
   Plan plan(const Problem& problem) const override;
 };
 
