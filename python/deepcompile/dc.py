@@ -134,11 +134,22 @@ class Runtime:
         """
         self._native.set_grad_buffer(ds_id, grad_buffer, reduce_dtype)
 
-    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]]) -> None:
-        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. The
-        same on all ranks, between backwards.
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int = 2) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
+        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
+        backwards.
         """
-        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets])
+        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
+
+    def keep_idle_memory(self, keep: bool) -> None:
+        """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at
+        once for whatever else needs some meanwhile.
+        """
+        self._native.keep_idle_memory(keep)
+
+    def reset_gathered_peak(self) -> None:
+        """``stats()["gathered_bytes_peak"]`` counts from now on."""
+        self._native.reset_gathered_peak()
 
     def start_forward(self) -> None:
         """The first call proves, in one collective, that all ranks have registered the same."""

@@ -132,9 +132,12 @@ class Sharding:
         """
         if not param.requires_grad or self.whole:
             return None
+        return torch.zeros_like(param, dtype=self.sum_dtype(param), requires_grad=False)
+
+    def sum_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Of the parameter's gradient buffer."""
         several = (self.config.gradient_accumulation_steps or 1) > 1
-        dtype = torch.float32 if param.dtype in _HALF and several else param.dtype
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return torch.float32 if param.dtype in _HALF and several else param.dtype
 
     def update_trainable(self) -> list[str]:
         """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The

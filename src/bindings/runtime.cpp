@@ -175,7 +175,10 @@ void bindRuntime(py::module_& module) {
             runtime.setGradBuffer(ds_id, grad_buffer.value_or(at::Tensor()), reduce_dtype);
           },
           py::arg("ds_id"), py::arg("grad_buffer"), py::arg("reduce_dtype") = py::none(), NoGil())
-      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), NoGil())
+      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), py::arg("in_flight"),
+           NoGil())
+      .def("keep_idle_memory", &Runtime::keepIdleMemory, py::arg("keep"))
+      .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
       .def("end_reads", &Runtime::endReads, NoGil())

@@ -19,6 +19,7 @@
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/communicator.h"
 #include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/gradients_in_flight.h"
 #include "deepcompile/runtime/reduce_bucket.h"
 #include "deepcompile/runtime/reduction_order.h"
 #include "deepcompile/runtime/registry.h"
@@ -72,8 +73,10 @@ class CustomOpExecutor {
   void noteAutogradTask(std::int64_t task);
 
   // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
-  // bucket size. Not while a backward is open; the same on all ranks.
-  void planReductions(std::vector<std::vector<std::int64_t>> buckets);
+  // bucket size. No more than `in_flight` reductions hold gradients at once: a further one waits for the oldest. Not
+  // while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = kReductionsInFlight);
+  static constexpr std::size_t kReductionsInFlight = 2;
   // What is trainable has changed: the order of the gradients is learned again.
   void forgetOrder();
 
@@ -182,7 +185,10 @@ class CustomOpExecutor {
   std::vector<std::vector<std::int64_t>> planned_buckets_;
   std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
   std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
-  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
+  std::size_t reductions_in_flight_ = kReductionsInFlight;
+  GradientsInFlight copied_;        // on their way into a bucket
+  GradientsInFlight reduced_from_;  // reduced from where they lie
+  std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad
