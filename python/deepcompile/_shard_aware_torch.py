@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -33,6 +33,7 @@ def install() -> None:
     _wrap_total_norm()
     _wrap_grad_scaler()
     register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
+    register_optimizer_step_post_hook(_note_update)
 
 
 def _shardings() -> list[Sharding]:
@@ -104,7 +105,7 @@ def _wrap_total_norm() -> None:
                     f"the total norm of order {norm_type} over the gradients of all ranks is {total.item()}; set "
                     "error_if_nonfinite=False to clip by it anyway"
                 )
-            return total.to(sharded[0].dtype)
+            return total.to(sharded[0].dtype.to_real())
         return inner(given, norm_type, error_if_nonfinite, foreach)
 
     if cell is not None:
@@ -147,6 +148,20 @@ def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer, args: A
         members = {param for sharding in _shardings() for param in sharding.by_parameter()}
         if any(param in members for group in optimizer.param_groups for param in group["params"]):
             refuse_whole_parameter_optimizer(optimizer)
+
+
+def _note_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Gathered copies are out of date when the shard's version changes, which fused optimizers, and those that write to
+    ``param.data``, leave as it was.
+    """
+    updated = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None and hasattr(param, "full_shape")
+    ]
+    if updated:
+        torch.autograd.graph.increment_version(updated)
 
 
 __all__ = ["install", "refuse_whole_parameter_optimizer", "total_norm_over_shards"]

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -264,6 +264,8 @@ def shard(
     found = _find_params(model, checked)
     entries = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
     entries += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
+        _check_hooks(found)
     sharding = Sharding(model, checked, group, agree_on_model(entries, group))
     made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
     for sharded in found:
@@ -275,6 +277,9 @@ def shard(
     for buffer in model.buffers():
         if buffer.numel() > 0:
             _broadcast(buffer, group)
+    if not sharding.whole:
+        for sharded in sharding.params:
+            _refuse_hooks(sharded)
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
@@ -356,6 +361,33 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' is a {type(param.data).__name__}; shard a model of plain tensors")
     if not (param.is_floating_point() or param.is_complex()) and param.requires_grad:
         raise ValueError(f"parameter '{name}' of dtype {param.dtype} requires a gradient")
+
+
+_NO_HOOKS = (
+    "hooks on sharded parameters would see no gradient, since autograd hands it to the reduction over the ranks. After "
+    "loss.backward(), param.grad is the averaged gradient of this rank's part: change it there, before optimizer.step()"
+)
+
+
+class _RefuseHooks:
+    """Stands where a sharded parameter has ``register_hook``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, hook: Any) -> NoReturn:
+        raise RuntimeError(f"a hook on parameter '{self._name}': {_NO_HOOKS}")
+
+
+def _check_hooks(found: list[ShardedParam]) -> None:
+    for sharded in found:
+        if sharded.param._backward_hooks or sharded.param._post_accumulate_grad_hooks:
+            raise ValueError(f"parameter '{sharded.name}' has a hook: {_NO_HOOKS}")
+
+
+def _refuse_hooks(sharded: ShardedParam) -> None:
+    sharded.param.register_hook = _RefuseHooks(sharded.name)  # type: ignore[method-assign]
+    sharded.param.register_post_accumulate_grad_hook = _RefuseHooks(sharded.name)  # type: ignore[method-assign]
 
 
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
