@@ -112,7 +112,9 @@ def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: boo
                     f"'{name}' of a sharded {type(module).__name__} cannot be moved or cast: call to(), half(), cuda(), ... "
                     "before the model is sharded (config keys 'bf16' and 'fp16' choose the dtype to compute in)"
                 )
-    return module._deepcompile_original._apply(module, fn, recurse)
+    original: type[Any] = module._deepcompile_original
+    applied: nn.Module = original._apply(module, fn, recurse)
+    return applied
 
 
 def _extra_repr(module: Any) -> str:
@@ -179,6 +181,8 @@ def install(sharding: Sharding) -> None:
             )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # gradients are reduced dense
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
         module.__class__ = _class_of(type(module), tuple(read for _, read in entries))
     _install_leaf_hooks(sharding)

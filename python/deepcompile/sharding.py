@@ -431,6 +431,15 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     tensor.copy_(on_host)
 
 
+def _forget_its_graph(param: nn.Parameter) -> None:
+    """While a graph from before sharding lives (a kept loss), autograd keeps the shape that the parameter's gradient had.
+    It lets go of it where the dtype changes.
+    """
+    if param.requires_grad:
+        other = torch.float64 if param.dtype != torch.float64 else torch.float32
+        param.data = torch.empty(0, dtype=other, device=param.device)
+
+
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
     param, group = sharded.param, sharding.group
@@ -440,6 +449,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
     own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
     _scatter(own, parts, group)
+    _forget_its_graph(param)
     param.data = _where_it_travels(sharded, own, sharding)
     param.grad = None
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]

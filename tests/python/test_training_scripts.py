@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -195,10 +197,64 @@ def around_the_model(rank: int, world: int) -> None:
         model[0](torch.ones(2, 8))
 
 
-def around(rank: int, world: int) -> None:
+def trained_inside_full_params() -> None:
+    model = deepcompile.shard(small(), config(3))
+    with (
+        pytest.raises(RuntimeError, match=r"backward ran inside full_params.*'0\.weight'"),
+        deepcompile.full_params(model),
+    ):
+        model(torch.ones(2, 8)).sum().backward()
+    with deepcompile.full_params(model, modifier_rank=None):  # only looked at
+        model(torch.ones(2, 8)).sum().backward()
+        assert model[0].weight.grad.shape == (13, 8)
+
+
+def traced(rank: int, folder: str) -> None:
+    engine = deepcompile.initialize(small(), sgd, config(3))
+    with pytest.raises(FileNotFoundError, match="a folder that does not exist"):
+        engine.trace(f"{folder}/nowhere/step.json")
+    engine.trace(f"{folder}/step.json")  # on every rank, into one file
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    dist.barrier()
+    assert (
+        len({event["pid"] for event in json.loads(pathlib.Path(folder, "step.json").read_text())["traceEvents"]}) == 1
+    )
+
+
+def around(rank: int, world: int, folder: str) -> None:
     clips_complex(rank, world)
+    trained_inside_full_params()
+    traced(rank, folder)
     around_the_model(rank, world)
 
 
-def test_printing_casting_hooks_and_loading_do_what_they_should_or_say_what_to_do() -> None:
-    run_ranks(2, around)
+def test_printing_casting_hooks_loading_and_tracing_do_what_they_should_or_say_what_to_do(tmp_path) -> None:
+    run_ranks(2, around, str(tmp_path))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 8, mode="sum", sparse=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bag((x.abs() * 5).long() % 20))
+
+
+def alone(rank: int, world: int) -> None:
+    train_beside_unsharded(rank, world, 3, Sparse)
+    kept = []
+
+    def used_before() -> nn.Module:
+        model = small()
+        kept.append(model(torch.ones(2, 8)).sum())  # its graph lives on
+        return model
+
+    train_beside_unsharded(rank, world, 3, used_before)
+
+
+def test_one_rank_trains_sparse_embeddings_and_models_that_ran_before_they_were_sharded() -> None:
+    run_ranks(1, alone)
