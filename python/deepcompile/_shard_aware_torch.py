@@ -2,7 +2,7 @@
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``torch.amp.GradScaler`` would each see this rank's part only.
 They give the global result once a model is sharded; on other tensors they do what they did. Optimizers that look at a
-parameter as a whole are refused.
+parameter as a whole, and wrappers that would average a second time, are refused.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def install() -> None:
     _installed = True
     _wrap_total_norm()
     _wrap_grad_scaler()
+    _refuse_ddp()
     register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
     register_optimizer_step_post_hook(_note_update)
 
@@ -132,6 +133,23 @@ def _wrap_grad_scaler() -> None:
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+
+
+def _refuse_ddp() -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel
+    inner = ddp.__init__
+
+    @functools.wraps(inner)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        sharded = next((name for name, param in module.named_parameters() if hasattr(param, "full_shape")), None)
+        if sharded is not None:
+            raise RuntimeError(
+                f"DistributedDataParallel: parameter '{sharded}' is sharded by deepcompile, which averages gradients over "
+                "the ranks already; use the model as it is"
+            )
+        inner(self, module, *args, **kwargs)
+
+    ddp.__init__ = init  # type: ignore[method-assign]
 
 
 def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -77,7 +77,8 @@ class Engine(EngineSurface):
         if dtype is not None:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
-        training = torch.is_grad_enabled()
+        # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
+        training = torch.is_grad_enabled() and any(sharded.param.requires_grad for sharded in self.sharding.params)
         if training:
             self._begin_step()
         if self.config.compile.mode == "compile":

@@ -259,6 +259,8 @@ def shard(
     for module in model.modules():
         if is_sharded(module):
             raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(f"a {type(module).__name__} averages gradients itself: shard the model inside it (.module)")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
     found = _find_params(model, checked)

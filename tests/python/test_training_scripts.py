@@ -184,6 +184,14 @@ def around_the_model(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad.*loss\.backward\(\)"):
         torch.autograd.grad(model[0](torch.ones(2, 8)).sum(), list(model[0].parameters()))
     torch.save(list(model.parameters()), io.BytesIO())
+    ddp = nn.parallel.DistributedDataParallel
+    with pytest.raises(RuntimeError, match=r"'0\.0\.weight' is sharded by deepcompile, which averages"):
+        ddp(model)
+    with pytest.raises(TypeError, match=r"averages gradients itself: shard the model inside it \(\.module\)"):
+        deepcompile.shard(ddp(small()), config(3))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
+        deepcompile.initialize(small(), sgd, config(3), lr_scheduler=plateau)
 
     other = nn.Sequential(small(), nn.Conv1d(2, 3, 2))
     for tensor in other.state_dict().values():
@@ -232,6 +240,49 @@ def around(rank: int, world: int, folder: str) -> None:
 
 def test_printing_casting_hooks_loading_and_tracing_do_what_they_should_or_say_what_to_do(tmp_path) -> None:
     run_ranks(2, around, str(tmp_path))
+
+
+def adversaries(rank: int, world: int) -> None:
+    """Each half is frozen while it passes gradients on to the other."""
+    torch.manual_seed(3)
+    makes, judges = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), small()
+    references = copy.deepcopy(makes), copy.deepcopy(judges)
+    for mode in ({"enabled": False}, {"mode": "replay", "profile_steps": 1}):
+        for stage in (1, 3):
+            pair = [copy.deepcopy(model) for model in references]
+            whole = [copy.deepcopy(model) for model in references]
+            engines = [deepcompile.initialize(model, sgd, config(stage, compile=mode)) for model in pair]
+            updates = [sgd(model.parameters()) for model in whole]
+            for step in range(4):
+                x = [torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 9 + r)) for r in range(world)]
+                pair[1].requires_grad_(True)
+                fake = engines[0](x[rank]).detach()
+                engines[1].backward((engines[1](fake) - engines[1](fake.abs())).square().mean())
+                engines[1].step()
+                pair[1].requires_grad_(False)
+                engines[0].backward(engines[1](engines[0](x[rank])).square().mean())
+                engines[0].step()
+                for one in x:
+                    fake = whole[0](one).detach()
+                    ((whole[1](fake) - whole[1](fake.abs())).square().mean() / world).backward()
+                updates[1].step()
+                for one in x:
+                    (whole[1](whole[0](one)).square().mean() / world).backward()
+                updates[0].step()
+                for update in updates:
+                    update.zero_grad()
+            for model, reference in zip(pair, whole, strict=True):
+                found = deepcompile.full_state_dict(model)
+                for name, value in reference.state_dict().items():
+                    torch.testing.assert_close(found[name], value, rtol=2e-5, atol=1e-6, msg=f"{mode}, {stage}: {name}")
+            if "mode" in mode:  # two forwards before a backward are one iteration
+                assert engines[1].profile.graph.divergences == 0
+            for engine in engines:
+                engine.close()
+
+
+def test_two_engines_train_against_each_other_with_one_frozen_at_a_time() -> None:
+    run_ranks(2, adversaries)
 
 
 class Sparse(nn.Module):
