@@ -201,6 +201,7 @@ class _Slicer:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         metadata["assign_to_params_buffers"] = False
+        self._sharding.runtime.end_reads()
         for attribute, sharded in self._params.items():
             value = state_dict.get(prefix + attribute)
             if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:

@@ -221,6 +221,7 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
                 state[key.removeprefix(prefix)] = value
                 tensors[key] = flat.of(sharded, value)
             state.update(facts["optimizer"]["states"].get(sharded.name, {}))
+    sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
         for sharded in sharding.params:

@@ -120,6 +120,7 @@ class CompiledGraph:
             self._sharding.runtime.record_timeline(True)
         _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
+        self._sharding.runtime.hold_shards()
 
     def _planned_flushes(self) -> list[bool]:
         order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
@@ -132,6 +133,7 @@ class CompiledGraph:
 
     def deactivate(self) -> None:
         graph_id = self._sharding.graph_id
+        self._sharding.runtime.hold_shards(False)
         _executing.discard(graph_id)
         if self._sharding.is_open:
             _C.follow(graph_id, None)

@@ -151,6 +151,17 @@ class Runtime:
         """
         self._native.start_forward()
 
+    def hold_shards(self, hold: bool = True) -> None:
+        """No rank changes a shard from here until the backward before an update ends (or ``hold_shards(False)``), so
+        parameters may be read where their shards lie and need not be copied. All ranks, before each forward for which it
+        holds, after ``start_forward``.
+        """
+        self._native.hold_shards(hold)
+
+    def end_reads(self) -> None:
+        """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
+        self._native.end_reads()
+
     def end_forward(self) -> None:
         _saved_tensors.switch_off()
         self._native.end_forward()

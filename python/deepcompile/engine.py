@@ -83,6 +83,8 @@ class Engine(EngineSurface):
             self._begin_step()
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
+            if training:
+                runtime.hold_shards()
         else:
             runtime.start_forward()
         if training:

@@ -74,6 +74,7 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
             "context before loss.backward()"
         )
     if modifier_rank is not None:
+        sharding.runtime.end_reads()
         for sharded in params:
             _write_back(sharding, sharded, whole[sharded.id].detach(), modifier_rank)
 

@@ -43,6 +43,12 @@ class CustomOpExecutor {
 
   virtual void startForward() {}
   virtual void endForward() {}
+  // No rank changes a shard from here until the backward before an update ends: they may be read where they lie. Called
+  // by all ranks, before each forward of which that is known.
+  // `hold` false: that ends here.
+  virtual void holdShards(bool hold) {}
+  // Orders changes of shards after all that was read of them in place. All ranks call it.
+  virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update);
   // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it. Does
@@ -133,6 +139,8 @@ class CustomOpExecutor {
   void enter(const ArrivedGradient& arrived);
   // The next gradients of the expected order; flushes where a planned bucket ends.
   void enterInOrder(const std::vector<ArrivedGradient>& arrived);
+  // While a backward is open on this thread its gradients are made where they travel from.
+  void placeGradients();
   // True when the gradient can be reduced from its own memory.
   bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
@@ -152,6 +160,7 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
   std::vector<std::vector<std::int64_t>> planned_buckets_;
   std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
   std::int64_t planned_size_ = 0;                // elements of the largest planned bucket

@@ -145,6 +145,7 @@ void CustomOpExecutor::forgetOrder() {
   abandonBackward();  // of the plain loop: it ended in an error
   order_.reset();
   order_learned_ = false;
+  gradient_bytes_.reset();
 }
 
 void CustomOpExecutor::placeFlushes() {

@@ -332,6 +332,21 @@ void Runtime::startForward() {
   }
 }
 
+void Runtime::holdShards(bool hold) {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->holdShards(hold);
+  }
+}
+
+void Runtime::endReads() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->endReads();
+  }
+  context_->await(gather_stream_->record());
+}
+
 void Runtime::endForward() {
   const std::lock_guard lock(context_->mutex);
   for (const auto& [graph_id, executor] : executors_) {
@@ -423,6 +438,7 @@ void Runtime::close() {
   open_ = false;
   pool_->trim();
   reduce_buckets_->clear();
+  channels_.reduce->trim();
 }
 
 namespace {

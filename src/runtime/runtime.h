@@ -66,6 +66,10 @@ class Runtime {
   // See CustomOpExecutor::planReductions.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets);
   void startForward();
+  // See CustomOpExecutor::holdShards; after startForward.
+  void holdShards(bool hold);
+  // Returns when every rank has done with what it read of shards in place. All ranks call it.
+  void endReads();
   void endForward();
   void startBackward(bool update);
   void enableProfiling(bool enable) { context_->profiling = enable; }
