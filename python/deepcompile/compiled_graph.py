@@ -21,7 +21,7 @@ from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
 from deepcompile.recorded_step import Read, across_graphs, cycles_of, flushes, reads_key, schedule
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
-from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events
+from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding
 from deepcompile.step_plan import FORWARD
 
@@ -156,7 +156,7 @@ class CompiledGraph:
         elif self._trace_to is not None:
             self._sharding.runtime.record_timeline(False)
             events = trace_events(self._sharding, self._sharding.runtime.take_timeline())
-            pathlib.Path(self._trace_to).write_text(events)
+            write_trace(self._trace_to, events)
             self._trace_to = None
         for difference, reads in self._follower.take_divergences():
             key = reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads)
@@ -306,7 +306,7 @@ class CompiledGraph:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the next executed iteration to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = os.fspath(path)
+        self._trace_to = trace_path(path)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
