@@ -227,6 +227,8 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     bucket = reduce_buckets_->getBuffer(dtype);
   }
   if (bucket->empty()) {
+    // Here and not when the one before it was flushed: at the end of a backward nobody needs it.
+    copy_stream_->wait(reduce_buckets_->getEvent(dtype), context_->deadline());
     bucket->reserve(planned_size_);
   }
   user = this;
@@ -280,7 +282,7 @@ void CustomOpExecutor::applyPreDivision(at::ScalarType scalar_type) {
 
 void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
   reduce_tasks_[scalar_type].clear();
-  reduce_buckets_->swap(scalar_type, *rs_stream_, *copy_stream_, context_->deadline());
+  reduce_buckets_->swap(scalar_type, *rs_stream_);
   context_->stats.buckets_flushed.fetch_add(1, std::memory_order_relaxed);
 }
 
