@@ -175,7 +175,8 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
   bool add = accumulated;
   if (implicit_ && !accumulated && param.isPartitioned()) {
     // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
-    const at::Tensor& kept = param.getDSTensor().grad();
+    // Not grad(): a read would settle other graphs first, which takes the lock that is held here.
+    const at::Tensor& kept = param.getDSTensor().mutable_grad();
     if (kept.defined()) {
       if (!kept.is_alias_of(param.getGradBuffer()) && !param.isPublished(kept)) {
         param.getFlatGradBuffer().copy_(kept.reshape({-1}));
