@@ -7,6 +7,7 @@ add_library(
   comm/interpreter.cpp
   comm/ordered_sum.cpp
   comm/roll_call.cpp
+  comm/shared_placement.cpp
   comm/shared_tensor.cpp
   comm/shm_backend.cpp
   comm/shm_backend_gathers.cpp
@@ -42,6 +43,7 @@ add_library(
   runtime/registry.cpp
   runtime/replay.cpp
   runtime/runtime.cpp
+  runtime/shards_in_place.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp

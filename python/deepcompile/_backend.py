@@ -20,7 +20,14 @@ from torch import fx
 
 from deepcompile._after_import import after_import
 from deepcompile.planning import CompiledCall
-from deepcompile.segments import give_gradients, has_gathers, mark_params, only_from_gathers, share_gathers
+from deepcompile.segments import (
+    give_gradients,
+    has_gathers,
+    hold_back_gathers,
+    mark_params,
+    only_from_gathers,
+    share_gathers,
+)
 from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, apply_plan
 
 _log = logging.getLogger("deepcompile")
@@ -165,8 +172,11 @@ class _Unit:
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:
                 graph = _copy(pristine)
-                if graph_plan is not None and not apply_plan(graph, graph_plan):
+                planned = graph_plan is not None and apply_plan(graph, graph_plan)
+                if graph_plan is not None and not planned:
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
+                if not planned:
+                    hold_back_gathers(graph)
                 if self.part_of_a_step:
                     share_gathers(graph)
                 return inner(graph, example_inputs, **kwargs)

@@ -21,7 +21,7 @@ from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
 from deepcompile.recorded_step import Read, across_graphs, cycles_of, flushes, reads_key, schedule
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
-from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events
+from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding
 from deepcompile.step_plan import FORWARD
 
@@ -128,6 +128,7 @@ class CompiledGraph:
             self._sharding.runtime.record_timeline(True)
         _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
+        self._sharding.runtime.hold_shards()
 
     def _planned_flushes(self) -> list[bool]:
         order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
@@ -140,6 +141,7 @@ class CompiledGraph:
 
     def deactivate(self) -> None:
         graph_id = self._sharding.graph_id
+        self._sharding.runtime.hold_shards(False)
         _executing.discard(graph_id)
         if self._sharding.is_open:
             _C.follow(graph_id, None)
@@ -154,7 +156,7 @@ class CompiledGraph:
         elif self._trace_to is not None:
             self._sharding.runtime.record_timeline(False)
             events = trace_events(self._sharding, self._sharding.runtime.take_timeline())
-            pathlib.Path(self._trace_to).write_text(events)
+            write_trace(self._trace_to, events)
             self._trace_to = None
         for difference, reads in self._follower.take_divergences():
             key = reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads)
@@ -304,7 +306,7 @@ class CompiledGraph:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the next executed iteration to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = os.fspath(path)
+        self._trace_to = trace_path(path)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

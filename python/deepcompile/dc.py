@@ -134,11 +134,22 @@ class Runtime:
         """
         self._native.set_grad_buffer(ds_id, grad_buffer, reduce_dtype)
 
-    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]]) -> None:
-        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. The
-        same on all ranks, between backwards.
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int = 2) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
+        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
+        backwards.
         """
-        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets])
+        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
+
+    def keep_idle_memory(self, keep: bool) -> None:
+        """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at
+        once for whatever else needs some meanwhile.
+        """
+        self._native.keep_idle_memory(keep)
+
+    def reset_gathered_peak(self) -> None:
+        """``stats()["gathered_bytes_peak"]`` counts from now on."""
+        self._native.reset_gathered_peak()
 
     def start_forward(self) -> None:
         """The first call proves, in one collective, that all ranks have registered the same."""
@@ -150,6 +161,17 @@ class Runtime:
         on, so that compiled code meets no hooks.
         """
         self._native.start_forward()
+
+    def hold_shards(self, hold: bool = True) -> None:
+        """No rank changes a shard from here until the backward before an update ends (or ``hold_shards(False)``), so
+        parameters may be read where their shards lie and need not be copied. All ranks, before each forward for which it
+        holds, after ``start_forward``.
+        """
+        self._native.hold_shards(hold)
+
+    def end_reads(self) -> None:
+        """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
+        self._native.end_reads()
 
     def end_forward(self) -> None:
         _saved_tensors.switch_off()

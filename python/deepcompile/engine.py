@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from deepcompile.engine_surface import EngineSurface
 from deepcompile.joint_profile import JointProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
-from deepcompile.report import Explanation, StepTimes, explain, trace_events
+from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding, sharding_of
 
 _log = logging.getLogger("deepcompile")
@@ -79,11 +78,14 @@ class Engine(EngineSurface):
         if dtype is not None:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
-        training = torch.is_grad_enabled()
+        # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
+        training = torch.is_grad_enabled() and any(sharded.param.requires_grad for sharded in self.sharding.params)
         if training:
             self._begin_step()
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
+            if training:
+                runtime.hold_shards()
         else:
             runtime.start_forward()
         if training:
@@ -197,7 +199,7 @@ class Engine(EngineSurface):
                 _log.info("%s", self.profile.line(changed))
         elif self._trace_to is not None and self.profile.done:
             self.sharding.runtime.record_timeline(False)
-            pathlib.Path(self._trace_to).write_text(trace_events(self.sharding, self.sharding.runtime.take_timeline()))
+            write_trace(self._trace_to, trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
         if (
             isinstance(self.profile, Profile)
@@ -262,7 +264,7 @@ class Engine(EngineSurface):
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Records the next step (after the profile is done) and writes it to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = os.fspath(path)
+        self._trace_to = trace_path(path)
 
     def stats(self) -> dict[str, Any]:
         return self.sharding.runtime.stats()

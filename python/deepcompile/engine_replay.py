@@ -43,10 +43,8 @@ class ReplayProfile:
             recording.start(self._sharding, compiled=self.records_compiled)
 
     def start_forward(self) -> None:
-        if self.graph is None:
+        if self.graph is None or self._active:  # several forwards before one backward are one iteration, as recorded
             return
-        if self._active:  # the last forward had no backward
-            self._finish()
         self.graph.activate()
         self._active = True
 

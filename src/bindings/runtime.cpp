@@ -86,6 +86,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gathers_launched"] = stats.gathers_launched.load();
   all["gathers_fused"] = stats.gathers_fused.load();
   all["gathers_reused"] = stats.gathers_reused.load();
+  all["gathers_in_place"] = stats.gathers_in_place.load();
   all["gathers_in_backward"] = stats.gathers_in_backward.load();
   all["releases"] = stats.releases.load();
   all["gathered_bytes_live"] = pool.live();
@@ -174,8 +175,13 @@ void bindRuntime(py::module_& module) {
             runtime.setGradBuffer(ds_id, grad_buffer.value_or(at::Tensor()), reduce_dtype);
           },
           py::arg("ds_id"), py::arg("grad_buffer"), py::arg("reduce_dtype") = py::none(), NoGil())
-      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), NoGil())
+      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), py::arg("in_flight"),
+           NoGil())
+      .def("keep_idle_memory", &Runtime::keepIdleMemory, py::arg("keep"))
+      .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
+      .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
+      .def("end_reads", &Runtime::endReads, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())
       .def("start_backward", &Runtime::startBackward, py::arg("update"), py::arg("settle_later") = false, NoGil())
       .def("settle", &Runtime::settle, NoGil())

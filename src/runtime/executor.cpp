@@ -58,8 +58,27 @@ void CustomOpExecutor::abandonBackward() {
     return;
   }
   reduce_tasks_.clear();
+  copied_.forget();
+  reduced_from_.forget();
   reduce_buckets_->forget(this);
+  comm_->placeTensors(nullptr);
   backward_open_ = false;
+}
+
+void CustomOpExecutor::placeGradients() {
+  if (comm_->size() == 1 || !comm_->takesSeparateTensors() || !sendsTasksOneByOne() || dividesBucket()) {
+    return;
+  }
+  if (gradient_bytes_ == nullptr) {
+    std::unordered_set<std::size_t> sizes;
+    for (const std::int64_t id : order_->expected()) {
+      const DSParam& param = param_registry_->getParam(id);
+      sizes.insert(static_cast<std::size_t>(param.numel()) * c10::elementSize(param.getReduceDtype()));
+    }
+    sizes.erase(0);
+    gradient_bytes_ = std::make_shared<const std::unordered_set<std::size_t>>(std::move(sizes));
+  }
+  comm_->placeTensors(gradient_bytes_);
 }
 
 void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
@@ -90,6 +109,7 @@ void CustomOpExecutor::openBackward(bool update) {
     order_.emplace(std::move(reversed));
     placeFlushes();
   }
+  placeGradients();
   order_->begin();
   entered_ = 0;
   present_.clear();
@@ -241,30 +261,35 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   }
   bucket->reserve(size);
   const at::Tensor slice = bucket->allocate(size);
+  const auto held = std::make_shared<std::vector<at::Tensor>>(1, grad);
   runDetached(
       *copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
-      [slice, grad, numel = param.numel()] {
-        if (!grad.defined()) {
+      [slice, held, numel = param.numel()] {
+        const at::Tensor& source = held->front();
+        if (!source.defined()) {
           slice.zero_();
           return;
         }
         const bool padded = slice.numel() > numel;
-        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, grad.reshape({-1})};
+        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, source.reshape({-1})};
         copyParts({&part, 1});
         if (padded) {
           slice.narrow(0, numel, slice.numel() - numel).zero_();
         }
       });
-  ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
-  if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
-    task.dropGradient();
+  reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice).dropGradient();
+  if (!copy_stream_->followsCaller()) {
+    copied_.add(copy_stream_->record(), held);
+    copied_.letGo(*context_, 1);  // the next gradient was computed meanwhile: nobody waits
   }
 }
 
 bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
   return comm_->takesSeparateTensors() && sendsTasksOneByOne() && !dividesBucket() && grad.defined() &&
          grad.scalar_type() == param.getReduceDtype() && param.numel() == param.getPaddedNumel() &&
-         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg();
+         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg() &&
+         // Of gradients that are made where they travel from, one that is not would hold up the rest of its bucket.
+         (gradient_bytes_ == nullptr || comm_->travelsAsItLies(grad));
 }
 
 void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
@@ -291,7 +316,6 @@ namespace {
 
 // A gradient in a bucket on its way to its owners.
 struct Reduction {
-  at::Tensor send;
   std::vector<Slice> owners;
   at::Tensor buffer;  // of this rank's slice
   bool add;           // to what the buffer holds
@@ -299,17 +323,19 @@ struct Reduction {
 
 // On the reduce stream: what is allocated here is used here alone. `presence` has a row per rank; `counts` becomes the
 // sum of the rows. Returns the bytes that were reduced.
-std::int64_t reduceParts(Communicator& comm, const std::vector<Reduction>& reductions, const at::Tensor& presence,
-                         at::Tensor& counts, ReduceOp op, std::uint64_t tag) {
-  const auto options = reductions[0].send.options();
+std::int64_t reduceParts(Communicator& comm, const std::vector<at::Tensor>& sent,
+                         const std::vector<Reduction>& reductions, const at::Tensor& presence, at::Tensor& counts,
+                         ReduceOp op, std::uint64_t tag) {
+  const auto options = sent[0].options();
   std::vector<ReducePart> parts;
   std::int64_t bytes = 0;
-  for (const Reduction& one : reductions) {
-    const bool in_place = !one.add && one.buffer.scalar_type() == one.send.scalar_type();
+  for (std::size_t i = 0; i < reductions.size(); ++i) {
+    const Reduction& one = reductions[i];
+    const bool in_place = !one.add && one.buffer.scalar_type() == sent[i].scalar_type();
     parts.push_back(
-        {one.send, one.owners,
+        {sent[i], one.owners,
          in_place ? one.buffer : at::empty({one.owners[static_cast<std::size_t>(comm.rank())].size()}, options)});
-    bytes += static_cast<std::int64_t>(one.send.nbytes());
+    bytes += static_cast<std::int64_t>(sent[i].nbytes());
   }
   const std::int64_t columns = presence.size(1);
   std::vector<Slice> rows;
@@ -347,6 +373,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   blockCopyEvents(scalar_type);
   applyPreDivision(scalar_type);
 
+  const auto sent = std::make_shared<std::vector<at::Tensor>>();
   std::vector<Reduction> reductions;
   std::vector<std::int64_t> ids;
   const auto count = static_cast<std::int64_t>(tasks.size());
@@ -366,7 +393,8 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
       lacking = true;
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
     }
-    reductions.push_back({task.getSendBuf(), param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
+    sent->push_back(task.getSendBuf());
+    reductions.push_back({param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
     ids.push_back(task.getDSId());
   }
 
@@ -379,14 +407,14 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   auto counts = std::make_shared<at::Tensor>();
   runCollective(
       *rs_stream_, [what] { return what; },
-      [comm = comm_, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
+      [comm = comm_, sent, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
        context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
         const std::int64_t began = Timeline::now();
         const Timeline::Mark started = context->timeline->mark();
         agreeOnCollective(*comm, signature);
-        const std::int64_t bytes = reduceParts(*comm, reductions, presence, *counts, op, tag);
+        const std::int64_t bytes = reduceParts(*comm, *sent, reductions, presence, *counts, op, tag);
         context->timeline->add(Timeline::Kind::Reduce, first, bytes, started);
         if (on_callers_thread) {
           context->countWait(began);
@@ -397,6 +425,10 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
     presence_.push_back({std::move(ids), counts});
   }
   performCleanup(scalar_type);
+  if (!rs_stream_->followsCaller()) {
+    reduced_from_.add(rs_stream_->record(), sent);
+    reduced_from_.letGo(*context_, reductions_in_flight_);
+  }
   if (context_->config.sync_after_reduce) {
     rs_stream_->synchronize(context_->deadline());
   }
@@ -420,6 +452,7 @@ void CustomOpExecutor::endBackward() {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   backward_open_ = false;
+  comm_->placeTensors(nullptr);
   if (param_updated_) {
     param_registry_->setUpdateFollowed(true);
   }
@@ -453,6 +486,8 @@ void CustomOpExecutor::endBackward() {
     return;
   }
   context_->await(rs_stream_->record());
+  copied_.letGo(*context_, 0);
+  reduced_from_.letGo(*context_, 0);
   if (comm_->size() > 1) {
     reduceSurplus();
   }

@@ -19,6 +19,7 @@
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/communicator.h"
 #include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/gradients_in_flight.h"
 #include "deepcompile/runtime/reduce_bucket.h"
 #include "deepcompile/runtime/reduction_order.h"
 #include "deepcompile/runtime/registry.h"
@@ -43,6 +44,12 @@ class CustomOpExecutor {
 
   virtual void startForward() {}
   virtual void endForward() {}
+  // No rank changes a shard from here until the backward before an update ends: they may be read where they lie. Called
+  // by all ranks, before each forward of which that is known.
+  // `hold` false: that ends here.
+  virtual void holdShards(bool hold) {}
+  // Orders changes of shards after all that was read of them in place. All ranks call it.
+  virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update);
   // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or
@@ -66,8 +73,10 @@ class CustomOpExecutor {
   void noteAutogradTask(std::int64_t task);
 
   // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
-  // bucket size. Not while a backward is open; the same on all ranks.
-  void planReductions(std::vector<std::vector<std::int64_t>> buckets);
+  // bucket size. No more than `in_flight` reductions hold gradients at once: a further one waits for the oldest. Not
+  // while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = kReductionsInFlight);
+  static constexpr std::size_t kReductionsInFlight = 2;
   // What is trainable has changed: the order of the gradients is learned again.
   void forgetOrder();
 
@@ -146,6 +155,8 @@ class CustomOpExecutor {
   void enter(const ArrivedGradient& arrived);
   // The next gradients of the expected order; flushes where a planned bucket ends.
   void enterInOrder(const std::vector<ArrivedGradient>& arrived);
+  // While a backward is open on this thread its gradients are made where they travel from.
+  void placeGradients();
   // True when the gradient can be reduced from its own memory.
   bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
@@ -170,10 +181,14 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
   std::vector<std::vector<std::int64_t>> planned_buckets_;
   std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
   std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
-  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
+  std::size_t reductions_in_flight_ = kReductionsInFlight;
+  GradientsInFlight copied_;        // on their way into a bucket
+  GradientsInFlight reduced_from_;  // reduced from where they lie
+  std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad

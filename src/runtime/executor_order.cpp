@@ -112,8 +112,10 @@ void CustomOpExecutor::learnOrder() {
   placeFlushes();
 }
 
-void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets) {
+void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight) {
   check(!backward_open_, [&] { return concat("reductions are planned in the middle of a backward (", place(), ")"); });
+  check(in_flight >= 1, [&] { return concat("a plan of reductions lets none of them be under way (", place(), ")"); });
+  reductions_in_flight_ = in_flight;
   planned_size_ = 0;
   for (const auto& bucket : buckets) {
     std::int64_t size = 0;
@@ -151,6 +153,7 @@ void CustomOpExecutor::forgetOrder() {
   abandonBackward();  // of the plain loop: it ended in an error
   order_.reset();
   order_learned_ = false;
+  gradient_bytes_.reset();
 }
 
 void CustomOpExecutor::placeFlushes() {

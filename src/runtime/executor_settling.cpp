@@ -36,6 +36,8 @@ void CustomOpExecutor::settleAlone() {
 
 void CustomOpExecutor::finishSettling() {
   unsettled_ = false;
+  copied_.letGo(*context_, 0);
+  reduced_from_.letGo(*context_, 0);
   readPresence();
   reductionsSettled();
 }

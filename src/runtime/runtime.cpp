@@ -124,7 +124,7 @@ std::string Runtime::facts() const {
 
 Runtime::~Runtime() { close(); }
 
-void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up; make a new one with dc.init"); }
+void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up (engine.close(), dc.cleanup()); make a new engine, or call dc.init"); }
 
 void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
                        at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent,
@@ -311,9 +311,10 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
   agreed_ = false;
 }
 
-void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets) {
+void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
+                             std::size_t in_flight) {
   const std::lock_guard lock(context_->mutex);
-  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets));
+  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets), in_flight);
 }
 
 void Runtime::startForward() {
@@ -333,6 +334,21 @@ void Runtime::startForward() {
   for (const auto& [graph_id, executor] : executors_) {
     executor->startForward();
   }
+}
+
+void Runtime::holdShards(bool hold) {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->holdShards(hold);
+  }
+}
+
+void Runtime::endReads() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->endReads();
+  }
+  context_->await(gather_stream_->record());
 }
 
 void Runtime::endForward() {
@@ -457,6 +473,7 @@ void Runtime::close() {
   open_ = false;
   pool_->trim();
   reduce_buckets_->clear();
+  channels_.reduce->trim();
 }
 
 namespace {

@@ -64,8 +64,17 @@ class Runtime {
   // agree on it at the next start_forward.
   void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
   // See CustomOpExecutor::planReductions.
-  void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets);
+  void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
+                      std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
+  // See BufferPool::keepIdle; of memory for gathered parameters.
+  void keepIdleMemory(bool keep) { pool_->keepIdle(keep); }
+  // The peak of gathered bytes counts from now on.
+  void resetGatheredPeak() { pool_->resetCounts(); }
   void startForward();
+  // See CustomOpExecutor::holdShards; after startForward.
+  void holdShards(bool hold);
+  // Returns when every rank has done with what it read of shards in place. All ranks call it.
+  void endReads();
   void endForward();
   // With `settle_later` a backward that no update follows ends without a wait for its reductions: the next backward, a
   // read of a gradient of a ZeRO-3 shard, or settle() waits for them. The same on all ranks.
