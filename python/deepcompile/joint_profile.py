@@ -42,8 +42,8 @@ class JointProfile(ReplayProfile):
 
     def _compile(self, ops: RecordedOps) -> CompiledGraph:
         recording.require_whole_iterations(ops)
-        budget = max(1, self._sharding.planner.budget - self._saved)
-        return plan_recorded(self._sharding, ops, budget, compiled=True)
+        budget = self._sharding.planner.budget  # 0: the least that is enough
+        return plan_recorded(self._sharding, ops, budget and max(1, budget - self._saved), compiled=True)
 
     def line(self, changed: bool) -> str:
         if self.graph is None:

@@ -130,7 +130,7 @@ def test_the_first_gathers_of_a_graph_start_in_the_one_before_and_another_branch
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_in_several_graphs_keeps_to_the_memory_budget(backend: str) -> None:
-    run = BrokenRun("broken", {}, config(backend, memory_budget=58_000, gradient_accumulation_steps=2), steps=5)
+    run = BrokenRun("broken", {}, config(backend, memory_budget=66_000, gradient_accumulation_steps=2), steps=5)
     whole = sum(param.nbytes for param in run.make().parameters())
     for one in check(run):
         assert one["rows"]["followed"].startswith("4 iterations: 0 left every order")
