@@ -76,11 +76,17 @@ class Report:
         return table
 
 
-def arguments(description: str, device: bool = False) -> argparse.Namespace:
-    """``device``: the benchmark also runs on CUDA."""
-    parser = argparse.ArgumentParser(description=description)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    return parser
+
+
+def arguments(description: str, device: bool = False) -> argparse.Namespace:
+    """``device``: the benchmark also runs on CUDA."""
+    parser = parser_of(description)
     if device:
         parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors are")
         parser.add_argument("--ranks", type=int, choices=[1, 2], help="on cuda: only with so many ranks")

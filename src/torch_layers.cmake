@@ -31,6 +31,7 @@ add_library(
   runtime/device_stream.cpp
   runtime/executor.cpp
   runtime/executor_order.cpp
+  runtime/executor_settling.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
   runtime/host_memory.cpp
@@ -47,6 +48,7 @@ add_library(
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
   runtime/timeline.cpp
+  runtime/unsettled.cpp
   runtime/watchdog.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)

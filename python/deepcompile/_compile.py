@@ -1,10 +1,11 @@
 """Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler.
 
-Five things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
+Six things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
 they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a
 release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. Two gathers
-of one parameter would be merged across the release between them. And Inductor would use the memory of a gathered parameter,
-once it is done with it, for results of its own, though the runtime may hand the same memory to the next reader.
+of one parameter would be merged across the release between them. Inductor would use the memory of a gathered parameter, once
+it is done with it, for results of its own, though the runtime may hand the same memory to the next reader. And a gradient
+that is reduced from where it lies, which Inductor must not use again either, it would hold to the end of the backward.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class _GraphOrder:
 
     def __init__(self) -> None:
         self.last_buffer: str | None = None  # of the operator before this one
+        self.given: set[str] = set()  # buffers that an operator reads, and owns with us, after its call
         self.parameter_buffers: dict[tuple[Any, Any], set[str]] = {}  # (graph_id, id) -> buffers over its memory
         self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
         self._seen_operations = 0
@@ -114,11 +116,17 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
-        elif op is _ops.gather_shard.default and bound.get("keep"):
-            graph.never_reuse_buffers.update(outputs)  # others may read the same memory
+        elif op is _ops.gather_shard.default and (
+            bound.get("keep")
+            or graph.current_node.meta.get("deepcompile_shared")
+            or operation.get_device_or_error().type == "cpu"
+        ):
+            graph.never_reuse_buffers.update(outputs)  # others may read the same memory; on CPU it may be the shards
         elif op in _COPIES or bound.get("given"):
-            # It reads its source after this call has returned.
-            graph.never_reuse_buffers.update(dependency.name for dependency in operation.get_read_writes().reads)
+            # It reads its source after this call has returned, and holds it as long as it needs it.
+            sources = {dependency.name for dependency in operation.get_read_writes().reads}
+            graph.never_reuse_buffers.update(sources)
+            order.given.update(sources)
     return result
 
 
@@ -163,6 +171,26 @@ def _releases_end_regions(pattern_matcher: ModuleType) -> None:
     vars(pattern_matcher)["is_mutation_op"] = is_mutation_or_release
 
 
+def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
+    """What Inductor may not use again it does not free either: every gradient would be held to the end of the backward."""
+    codegen = wrapper.PythonWrapperCodegen
+    free = codegen.codegen_free
+
+    @functools.wraps(free)
+    def free_also_given(self: Any, buffer: Any) -> None:
+        from torch._inductor.virtualized import V
+
+        order, name = _orders.get(V.graph), buffer.get_name()
+        removed = name in V.graph.removed_buffers or name in V.graph.graph_inputs or name in V.graph.constants
+        if order is None or name not in order.given or removed or name in self.freed:
+            free(self, buffer)
+            return
+        self.freed.add(name)
+        self.writeline(wrapper.FreeLine(self, buffer))
+
+    codegen.codegen_free = free_also_given
+
+
 def _register_lowerings(lowering: ModuleType) -> None:
     for op in ORDERED:
         lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(_lower, op))
@@ -183,3 +211,4 @@ after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
 after_import("torch._inductor.pattern_matcher", _releases_end_regions)
 after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
 after_import("torch._inductor.lowering", _register_lowerings)
+after_import("torch._inductor.codegen.wrapper", _let_go_of_what_was_given)

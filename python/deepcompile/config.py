@@ -24,6 +24,7 @@ from deepcompile.deepspeed_keys import SYNONYMS, UNSUPPORTED, WITHOUT_EFFECT, le
 CompileMode = Literal["compile", "replay", "off"]
 CompileBackend = Literal["inductor", "aot_eager"]
 DTypeName = Literal["fp32", "fp16", "bf16"]
+LEAST: Literal["least"] = "least"
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -110,8 +111,9 @@ class Config:
     #: In what gradients travel; None: the dtype in which they add up, which is fp32 for 16-bit
     #: parameters with gradient accumulation, and else the parameter's own.
     communication_data_type: DTypeName | None = None
-    #: Bytes that parameters, gradients, states and activations of a rank may take together; None: what the machine has.
-    memory_budget: int | None = None
+    #: Bytes that parameters, gradients, states and activations of a rank may take together; "least": no more than the step
+    #: needs in any case; None: what the machine has.
+    memory_budget: int | Literal["least"] | None = None
     #: Gather through symmetric memory (CUDA only): shards are read where the other ranks keep them.
     symmetric_memory: bool = False
     #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
@@ -230,8 +232,15 @@ def _convert(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
     if get_origin(kind) in (types.UnionType, typing.Union):
         if value is None and type(None) in get_args(kind):
             return None
-        (kind,) = (option for option in get_args(kind) if option is not type(None))
-        return _convert(kind, value, path)
+        words = [word for option in get_args(kind) if get_origin(option) is Literal for word in get_args(option)]
+        kinds = [option for option in get_args(kind) if option is not type(None)]
+        if len(kinds) > 1:
+            kinds = [option for option in kinds if get_origin(option) is not Literal]
+            if value in words:
+                return value
+            if isinstance(value, str):
+                raise ConfigError(f"config key '{name}' is {value!r}; it is a number or {', '.join(map(repr, words))}")
+        return _convert(kinds[0], value, path)
     plain = get_origin(kind) or kind
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -270,7 +279,9 @@ def _check_values(config: Config) -> None:
     require(0 <= clip < float("inf"), "gradient_clipping", clip, "it is a norm, or 0 for no clipping")
     require(0 < config.timeout < 1e8, "timeout", config.timeout, "it counts seconds, above 0 and below 1e8")
     budget = config.memory_budget
-    require(budget is None or budget > 0, "memory_budget", budget, "it counts bytes and must be above 0")
+    require(
+        budget is None or budget == LEAST or budget > 0, "memory_budget", budget, "it counts bytes and must be above 0"
+    )
     require(fp16.loss_scale >= 0, "fp16.loss_scale", fp16.loss_scale, "it must be above 0, or 0 for a dynamic scale")
     require(0 <= fp16.initial_scale_power <= 126, "fp16.initial_scale_power", fp16.initial_scale_power, "0 to 126")
     require(fp16.loss_scale_window >= 1, "fp16.loss_scale_window", fp16.loss_scale_window, "it counts steps")

@@ -134,11 +134,22 @@ class Runtime:
         """
         self._native.set_grad_buffer(ds_id, grad_buffer, reduce_dtype)
 
-    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]]) -> None:
-        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. The
-        same on all ranks, between backwards.
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int = 2) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
+        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
+        backwards.
         """
-        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets])
+        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
+
+    def keep_idle_memory(self, keep: bool) -> None:
+        """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at
+        once for whatever else needs some meanwhile.
+        """
+        self._native.keep_idle_memory(keep)
+
+    def reset_gathered_peak(self) -> None:
+        """``stats()["gathered_bytes_peak"]`` counts from now on."""
+        self._native.reset_gathered_peak()
 
     def start_forward(self) -> None:
         """The first call proves, in one collective, that all ranks have registered the same."""
@@ -166,9 +177,16 @@ class Runtime:
         _saved_tensors.switch_off()
         self._native.end_forward()
 
-    def start_backward(self, update: bool) -> None:
-        """``update`` says that an optimizer step follows this backward."""
-        self._native.start_backward(update)
+    def start_backward(self, update: bool, *, settle_later: bool = False) -> None:
+        """``update`` says that an optimizer step follows this backward. With ``settle_later`` one that no update follows
+        ends without a wait for its reductions: gradient buffers must not be read before :meth:`settle`, the next backward
+        or a read of ``shard.grad``, which wait. The same on all ranks.
+        """
+        self._native.start_backward(update, settle_later)
+
+    def settle(self) -> None:
+        """Waits for the reductions that backwards have left running."""
+        self._native.settle()
 
     def enable_profiling(self, enable: bool) -> None:
         """While enabled, reductions and frees are skipped."""
@@ -316,8 +334,12 @@ def end_forward() -> None:
     _runtime().end_forward()
 
 
-def start_backward(update: bool) -> None:
-    _runtime().start_backward(update)
+def start_backward(update: bool, *, settle_later: bool = False) -> None:
+    _runtime().start_backward(update, settle_later=settle_later)
+
+
+def settle() -> None:
+    _runtime().settle()
 
 
 def enable_profiling(enable: bool) -> None:

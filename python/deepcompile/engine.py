@@ -18,6 +18,7 @@ from deepcompile.config import Config
 from deepcompile.drift import Drift
 from deepcompile.engine_replay import ReplayProfile
 from deepcompile.engine_surface import EngineSurface
+from deepcompile.joint_profile import JointProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
 from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
@@ -122,7 +123,8 @@ class Engine(EngineSurface):
             )
         update = self.is_gradient_accumulation_boundary()
         self.drift.start()
-        self.sharding.runtime.start_backward(update)
+        # The reductions of all but the last micro-batch may run on beside the next forward.
+        self.sharding.runtime.start_backward(update, settle_later=True)
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
         try:
@@ -187,6 +189,8 @@ class Engine(EngineSurface):
         self._in_step = False
         self.times.end(self.stats()["wait_seconds"])
         self.profile.end_step()
+        if isinstance(self.profile, Profile) and self.profile.several_graphs:
+            self.profile = JointProfile(self.sharding, self.profile.iterations)
         if self.profile.ready():
             changed = self.profile.plan()
             self.times.forget()

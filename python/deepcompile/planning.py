@@ -9,14 +9,15 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
+from deepcompile.config import LEAST
 from deepcompile.prefetch_limit import limit_prefetch
 from deepcompile.segments import Segments, cut, structure_hash
 from deepcompile.step_plan import (
@@ -32,15 +33,15 @@ from deepcompile.step_plan import (
 from deepcompile.whole_step import Inputs, plan_whole_step
 
 if TYPE_CHECKING:
-    from deepcompile.sharding import Sharding
+    from deepcompile.sharding import ShardedParam, Sharding
 
 #: What collectives cost between the ranks of one host before anything is measured.
 _SOCKETS = "inside latency=100us bandwidth=1GB"
 _SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
 #: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
 _BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
-#: The runtime does not offload yet, so that is made too slow to pay.
-_NO_OFFLOAD = "to_device latency=1s bandwidth=1MB\nto_host latency=1s bandwidth=1MB\n"
+#: The runtime does not offload yet.
+_NO_OFFLOAD = "offload no\n"
 
 
 def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
@@ -88,6 +89,14 @@ class Step:
         return BACKWARD in self.graphs
 
 
+class CompiledCall(NamedTuple):
+    """A run of one compiled graph."""
+
+    step: Step
+    phase: str
+    start: int  # nanoseconds of the steady clock
+
+
 class StepPlanner:
     """Making one is a collective."""
 
@@ -99,37 +108,49 @@ class StepPlanner:
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
+        if self._config.memory_budget is not None:
+            sharding.runtime.keep_idle_memory(False)
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()
 
     def learn_facts(self) -> None:
         """What each parameter holds besides what graphs show; again when others are trained."""
-        self._facts = {
-            sharded.name: ParamFacts(
-                shard_bytes=sharded.param.nbytes,
-                grad_bytes=sharded.numel * max(4, sharded.param.element_size()) if sharded.param.requires_grad else 0,
-                state_bytes=2 * sharded.param.nbytes if sharded.param.requires_grad else 0,
-                stays=sharded.persistent or sharded.leaf,
-            )
-            for sharded in self._sharding.params
-        }
+        self._facts = {sharded.name: self._facts_of(sharded) for sharded in self._sharding.params}
+
+    def _facts_of(self, sharded: ShardedParam) -> ParamFacts:
+        param, stays = sharded.param, sharded.persistent or sharded.leaf
+        if not param.requires_grad:
+            return ParamFacts(param.nbytes, 0, 0, stays)
+        sums_in = self._sharding.sum_dtype(param)
+        travels_in = self._config.reduce_dtype or sums_in
+        return ParamFacts(
+            shard_bytes=param.nbytes,
+            grad_bytes=sharded.numel * travels_in.itemsize,
+            state_bytes=2 * param.nbytes,
+            stays=stays,
+            sum_bytes=param.numel() * sums_in.itemsize,
+            cast_bytes=0 if travels_in == sharded.read_dtype else sharded.numel * sharded.read_dtype.itemsize,
+        )
 
     def _agree_on_budget(self) -> int:
-        """What each rank may use: of the memory that it shares with others, its part."""
+        """What each rank may use: of the memory that it shares with others, its part. 0: the least that holds a step."""
         device = self._sharding.runtime.device
         free = available_memory(device)
         said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
         sharing = Counter(name for _, name in said)
-        return self._config.memory_budget or min(int(bytes_) // sharing[name] for bytes_, name in said)
+        if self._config.memory_budget is not None:
+            return 0 if self._config.memory_budget == LEAST else self._config.memory_budget
+        return min(int(bytes_) // sharing[name] for bytes_, name in said)
 
     def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
         again alone.
         """
-        graphs = {FORWARD: cut(forward)}
+        fuses = self._config.compile.backend == "inductor"
+        graphs = {FORWARD: cut(forward, fuses)}
         saved: list[tuple[str, int, int, int]] = []
         if backward is not None:
-            graphs[BACKWARD] = cut(backward)
+            graphs[BACKWARD] = cut(backward, fuses)
             saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
         if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
             # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
@@ -213,29 +234,43 @@ class StepPlanner:
 
     @property
     def plans_reductions(self) -> bool:
-        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction."""
-        sized = self._config.zero_optimization.reduce_bucket_size is not None
-        return not sized and self._sharding.world > 1 and not self._sharding.collectives_stop_compute
+        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction, unless memory
+        is what counts.
+        """
+        if self._config.zero_optimization.reduce_bucket_size is not None or self._sharding.world == 1:
+            return False
+        return not self._sharding.collectives_stop_compute or self._config.memory_budget is not None
 
     def _place_reductions(self) -> None:
         """Tells the runtime which gradients to reduce together."""
         if not self.plans_reductions:
             return
         ids = {sharded.name: sharded.id for sharded in self._sharding.params}
-        planned = [step.plan.reductions for step in self.steps.values() if step.trains and step.plan is not None]
-        buckets = [[ids[name] for name in bucket] for reductions in planned for bucket in reductions]
-        self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets)
+        planned = [step.plan for step in self.steps.values() if step.trains and step.plan is not None]
+        buckets = [[ids[name] for name in bucket] for plan in planned for bucket in plan.reductions]
+        in_flight = max((plan.reductions_in_flight for plan in planned), default=2)
+        self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets, in_flight)
 
     def _may_keep(self, step: Step) -> bool:
         """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
         it keeps parameters to the backward only where all of them could stay.
         """
-        gathered = {param for segments in step.graphs.values() for param in segments.params}
-        if gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}:
+        if self.holds_model(step):
             return True
         everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
         held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
         return 2 * (everything + held) <= self.budget
+
+    def holds_model(self, step: Step) -> bool:
+        """True when the step's graphs read every parameter that is trained; else they are a part of a step."""
+        gathered = {param for segments in step.graphs.values() for param in segments.params}
+        return gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}
+
+    def in_several_graphs(self, calls: Iterable[CompiledCall], micro_batches: int) -> bool:
+        """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
+        forwards = [call.step for call in calls if call.phase == FORWARD]
+        parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
+        return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
 
     def replan(
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
@@ -300,4 +335,4 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-__all__ = ["RecordedOptions", "Step", "StepPlanner", "available_memory"]
+__all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner", "available_memory"]

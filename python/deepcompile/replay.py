@@ -8,11 +8,13 @@ from torch import nn
 
 from deepcompile import recording
 from deepcompile.compiled_graph import CompiledGraph
+from deepcompile.config import LEAST
 from deepcompile.idle_graph import IdleGraph
 from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.recorded_step import cycles_of
 from deepcompile.replay_planning import new_agreement, plan_cycles, require_same_reads, sharding_for
+from deepcompile.sharding import Sharding
 
 
 def compile(
@@ -20,7 +22,7 @@ def compile(
     zero_stage: int | None = None,
     prefetch_ahead: int | Literal["auto"] = "auto",
     *,
-    memory_budget: int | None = None,
+    memory_budget: int | Literal["least"] | None = None,
     model: nn.Module | None = None,
 ) -> CompiledGraph:
     """Plans what was recorded, proves the plan, and agrees on it with all ranks. Every rank calls it, with its own
@@ -28,7 +30,8 @@ def compile(
 
     ``zero_stage``: must be the recorded one. ``prefetch_ahead``: how many layers (modules with parameters of their own)
     ahead of its use a gather may start at most; ``"auto"``: as the planner likes. ``memory_budget``: bytes of a rank for
-    parameters, gradients and optimizer states; what the host has free when None.
+    parameters, gradients and optimizer states, or ``"least"`` for what they need in any case; what the host has free when
+    None.
     """
     ops = recording.get_recorded_ops() if recorded_ops is None else recorded_ops
     if not isinstance(ops, RecordedOps):
@@ -36,8 +39,8 @@ def compile(
             f"compile: recorded_ops must come from deepcompile.get_recorded_ops(), not a {type(ops).__name__}"
         )
     ahead = _checked_ahead(prefetch_ahead)
-    if memory_budget is not None and (not isinstance(memory_budget, int) or memory_budget <= 0):
-        raise ValueError(f"compile: memory_budget is {memory_budget!r}; it is a number of bytes above 0")
+    if memory_budget not in (None, LEAST) and (not isinstance(memory_budget, int) or memory_budget <= 0):
+        raise ValueError(f"compile: memory_budget is {memory_budget!r}; it is a number of bytes above 0, or {LEAST!r}")
     if zero_stage is not None and zero_stage != ops.model.stage:
         raise ValueError(
             f"compile: zero_stage is {zero_stage!r}, and the ops were recorded under stage {ops.model.stage}; pass that, or "
@@ -47,18 +50,25 @@ def compile(
     sharding = sharding_for(ops, model, "recorded_ops")
     if sharding.whole:
         return IdleGraph(sharding, ops)
+    budget = sharding.planner.budget if memory_budget is None else 0 if memory_budget == LEAST else memory_budget
+    return plan_recorded(sharding, ops, budget, ahead)
+
+
+def plan_recorded(
+    sharding: Sharding, ops: RecordedOps, budget: int, ahead: int | None = None, *, compiled: bool = False
+) -> CompiledGraph:
+    """Plans and agrees. ``compiled``: the operations are those of compiled graphs. Every rank calls it."""
     agreement = new_agreement(sharding)
     cycles = cycles_of(ops)
     require_same_reads(sharding, cycles)
     first = [cycle for cycle in cycles if cycle.key == cycles[0].key]
-    budget = memory_budget or sharding.planner.budget
     options = RecordedOptions(sharding.planner.machine, budget, ahead)
     variant = plan_cycles(sharding, first, ops, options, "order-0")
     agreement.require_same(f"{variant.outcome}, reads {cycles[0].key}", "planned a recorded iteration")
     if variant.step.plan is None:
         raise RuntimeError(f"compile: there is no plan for what was recorded: {variant.step.why_not}")
     assert variant.step.recorded is not None
-    graph = CompiledGraph(sharding, [variant], variant.step.recorded, agreement)
+    graph = CompiledGraph(sharding, [variant], variant.step.recorded, agreement, compiled=compiled)
     for cycle in cycles:
         graph.add_variant(cycle.key, ops)  # other orders that were recorded
     return graph
@@ -76,4 +86,4 @@ def _checked_ahead(value: int | str) -> int | None:
     return value
 
 
-__all__ = ["compile"]
+__all__ = ["compile", "plan_recorded"]

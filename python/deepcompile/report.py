@@ -124,6 +124,8 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     rows = [("compiled", f"{len(graphs)} graphs by {options.backend}")]
     if step is None or step.plan is None:
         why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
+        if step is None and engine.profile.why_not:
+            why += f"; {engine.profile.why_not}"
         return [*rows, ("plan", f"none for the step as a whole: {why}")]
     rows += step_rows(step)
     by_size = "by the size of the buckets"

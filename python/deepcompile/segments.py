@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import flop_counter
 
 from deepcompile import _load as _load  # registers torch.ops.dc
+from deepcompile.live_memory import is_view, live_bytes, storages, tensor_bytes
 
 _ops = torch.ops.dc
 GATHER = _ops.gather_shard.default
@@ -55,7 +56,7 @@ class Segment:
     grads: list[str] = dataclasses.field(default_factory=list)  # parameters whose last gradient is made here
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # estimated
-    workspace: int = 0  # bytes of the largest node with what it reads
+    workspace: int = 0  # most bytes of values that come and go within the graph
 
 
 @dataclasses.dataclass
@@ -95,6 +96,13 @@ def give_gradients(module: fx.GraphModule) -> None:
             node.args = (*node.args[:3], True)
 
 
+def share_gathers(module: fx.GraphModule) -> None:
+    """Others may read the memory of what this graph gathers when the graph is done with it."""
+    for node in module.graph.nodes:
+        if node.target is GATHER:
+            node.meta["deepcompile_shared"] = True
+
+
 def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
     """Whether ``value`` and all that it is a view of were made in this graph and have no other reader."""
     while isinstance(value, fx.Node) and value.op == "call_function" and set(value.users) == {reader}:
@@ -112,6 +120,14 @@ def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
 
 def has_gathers(module: fx.GraphModule) -> bool:
     return any(node.target in (GATHER, REDUCE) for node in module.graph.nodes)
+
+
+def hold_back_gathers(module: fx.GraphModule) -> None:
+    """For a graph without a plan: a large parameter is gathered where the graph says, not as soon as it could be."""
+    gathers = [node for node in module.graph.nodes if node.target is GATHER]
+    small = small_params(_gathered_param(node) for node in gathers)
+    for node in gathers:
+        node.meta["deepcompile_pinned"] = name_of(node) not in small
 
 
 def only_from_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
@@ -139,15 +155,15 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(value, (torch.Tensor, list, tuple))
 
 
-def cut(module: fx.GraphModule) -> Segments:
+def cut(module: fx.GraphModule, fuses: bool = True) -> Segments:
+    """``fuses``: the graph is for a compiler that keeps no memory for what is read element by element."""
     graph = module.graph
     roots = only_from_gathers(graph)
+    live = live_bytes(graph, _counted_by_name(graph, roots), fuses)
     params: dict[str, GatheredParam] = {}
     for node in graph.nodes:
         if node.target is GATHER:
-            shape, dtype = node.args[2], node.args[3] if len(node.args) > 3 else None
-            value = node.meta["val"]
-            params[name_of(node)] = GatheredParam(name_of(node), tuple(shape), dtype or value.dtype)
+            params[name_of(node)] = _gathered_param(node)
     small = small_params(params.values())
     segments = [Segment(None)]
     last_reduction = {name_of(node): node for node in graph.nodes if node.target is REDUCE}
@@ -165,11 +181,28 @@ def cut(module: fx.GraphModule) -> Segments:
         segment.uses += [name for name in used if name not in segment.uses]
         segment.nodes.append(node)
         segment.seconds += estimated_seconds(node)
-        segment.workspace = max(segment.workspace, _bytes_touched(node))
+        segment.workspace = max(segment.workspace, live[node])
     output = next(node for node in graph.nodes if node.op == "output")
     for source in output.all_input_nodes:  # a parameter that the graph returns is used to its end
         segments[-1].uses += [name for name in roots.get(source, ()) if name not in segments[-1].uses]
     return Segments(params, segments, roots)
+
+
+def _gathered_param(gather: fx.Node) -> GatheredParam:
+    shape, dtype = gather.args[2], gather.args[3] if len(gather.args) > 3 else None
+    return GatheredParam(name_of(gather), tuple(shape), dtype or gather.meta["val"].dtype)  # type: ignore[arg-type]
+
+
+def _counted_by_name(graph: fx.Graph, roots: dict[fx.Node, tuple[str, ...]]) -> list[fx.Node]:
+    """Values that are no workspace: gathered parameters, gradients to be reduced, and what the graph returns."""
+    storage = storages(graph)
+    found = [node for node in roots if storage[node].target is GATHER]
+    for node in graph.nodes:
+        if node.target is REDUCE:
+            found += [source for source in node.all_input_nodes if source is node.args[0]]
+        elif node.op == "output":
+            found += node.all_input_nodes
+    return found
 
 
 def small_params(params: Iterable[GatheredParam]) -> set[str]:
@@ -187,31 +220,8 @@ def structure_hash(graphs: Iterable[Segments]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _number(value: Any) -> int:
-    """A size, symbolic or not, as a number."""
-    return value if isinstance(value, int) else int(value.node.hint) if value.node.has_hint() else 64
-
-
-def tensor_bytes(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(tensor_bytes(item) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(_number(size) for size in value.shape) * value.dtype.itemsize
-
-
-_VIEWS = {"view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "split"}
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if target is operator.getitem:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and target._opname in _VIEWS
-
-
 def _bytes_touched(node: fx.Node) -> int:
-    if _is_view(node):
+    if is_view(node):
         return 0
     read = sum(tensor_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     return read + tensor_bytes(node.meta.get("val"))
@@ -219,7 +229,7 @@ def _bytes_touched(node: fx.Node) -> int:
 
 def estimated_seconds(node: fx.Node) -> float:
     """By the operations and bytes of the node. Only the proportions matter once steps are measured."""
-    if node.op != "call_function" or _is_view(node):
+    if node.op != "call_function" or is_view(node):
         return 0.0
     target = node.target
     flops = 0.0
@@ -242,6 +252,7 @@ __all__ = [
     "Segments",
     "cut",
     "has_gathers",
+    "hold_back_gathers",
     "mark_params",
     "small_params",
     "structure_hash",

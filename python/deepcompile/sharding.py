@@ -27,7 +27,7 @@ from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
-    from deepcompile.planning import StepPlanner
+    from deepcompile.planning import CompiledCall, StepPlanner
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -80,6 +80,8 @@ class Sharding:
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
+        #: Runs of compiled graphs that train, while somebody wants to know of them.
+        self.calls: list[CompiledCall] | None = None
         self._trained: list[bool] = []  # what the runtime has gradient buffers for
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None
@@ -130,9 +132,12 @@ class Sharding:
         """
         if not param.requires_grad or self.whole:
             return None
+        return torch.zeros_like(param, dtype=self.sum_dtype(param), requires_grad=False)
+
+    def sum_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Of the parameter's gradient buffer."""
         several = (self.config.gradient_accumulation_steps or 1) > 1
-        dtype = torch.float32 if param.dtype in _HALF and several else param.dtype
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return torch.float32 if param.dtype in _HALF and several else param.dtype
 
     def update_trainable(self) -> list[str]:
         """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from deepcompile import plan as planner
-from deepcompile.segments import GATHER, PREFETCH, Segments, cut, name_of, tensor_bytes
+from deepcompile.live_memory import storages, tensor_bytes
+from deepcompile.segments import GATHER, PREFETCH, Segments, cut, name_of
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -21,6 +22,8 @@ class ParamFacts:
     grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
     state_bytes: int  # of the optimizer's state on this rank
     stays: bool  # gathered from update to update, whatever the plan
+    sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
+    cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class StepPlan:
     kept: frozenset[str] = frozenset()
     #: Gradients that are reduced together, in the order of the reductions.
     reductions: tuple[tuple[str, ...], ...] = ()
+    reductions_in_flight: int = 2  # at most, at any time
 
     @property
     def hash(self) -> str:
@@ -95,7 +99,7 @@ def step_graph_text(
         fact = facts[param.name]
         options = f"bytes={param.bytes}B shard={fact.shard_bytes}B"
         if fact.grad_bytes:
-            options += f" grad={fact.grad_bytes}B state={fact.state_bytes}B"
+            options += f" grad={fact.grad_bytes}B accum={fact.sum_bytes}B state={fact.state_bytes}B"
         options += " persistent" if param.name in stays else ""
         lines.append(f"param {param.name} {options}{'' if fact.grad_bytes else ' frozen'}")
     for micro in range(micro_batches):
@@ -111,7 +115,8 @@ def step_graph_text(
                 verb, place = ("makes", 2) if phase == FORWARD else ("reads", 3)
                 buffers = [f"{entry[0]}{_suffix(micro)}" for entry in saved if entry[place] == index]
                 line += f" {verb}={','.join(buffers)}" if buffers else ""
-                line += f" workspace={segment.workspace}B" if segment.workspace else ""
+                workspace = segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
+                line += f" workspace={workspace}B" if workspace else ""
                 lines.append(line)
     if BACKWARD in graphs:
         updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
@@ -135,17 +140,26 @@ def _has_gradient(segments: Segments, param: str) -> bool:
 def saved_buffers(
     forward: Segments, backward: Segments, backward_module: fx.GraphModule
 ) -> list[tuple[str, int, int, int]]:
-    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of."""
-    made_in = {node.name: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
-    found = []
+    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of.
+    Views of the same memory are one buffer.
+    """
+    made = {node.name: node for segment in forward.segments for node in segment.nodes}
+    made_in = {node: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
+    storage = storages(next(iter(made_in)).graph) if made_in else {}
+    read_in: dict[fx.Node, int] = {}
+    for index, segment in enumerate(backward.segments):
+        read_in |= {source: index for node in segment.nodes for source in node.all_input_nodes}
+    found: dict[fx.Node, tuple[str, int, int, int]] = {}
     for node in backward_module.graph.nodes:
-        if node.op != "placeholder" or node.name not in made_in:
+        if node.op != "placeholder" or node.name not in made or node not in read_in:
             continue
-        size = tensor_bytes(node.meta.get("val"))
-        readers = [i for i, s in enumerate(backward.segments) if any(node in n.all_input_nodes for n in s.nodes)]
-        if size and readers:
-            found.append((f"saved:{node.name}", size, made_in[node.name], readers[-1]))
-    return found
+        base = storage[made[node.name]]
+        size = tensor_bytes(base.meta.get("val"))
+        if size and base in made_in:
+            before = found.get(base)
+            last = max(read_in[node], before[3] if before else 0)
+            found[base] = (before[0] if before else f"saved:{node.name}", size, made_in[base], last)
+    return list(found.values())
 
 
 def placed_gathers(
@@ -210,7 +224,22 @@ def step_plan(
         together = _taken_together(takes[phase], own)
         result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
     reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
-    return StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
+    found = StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
+    found.reductions_in_flight = _most_in_flight(planned)
+    return found
+
+
+def _most_in_flight(planned: planner.Plan) -> int:
+    """How many reductions the plan has under way at once, at most."""
+    under_way: set[int | None] = set()
+    most = 1
+    for kind, _, operation, _ in planned.instructions:
+        if kind == "reduce":
+            most = max(most, len(under_way))  # the caller waits, if it must, when it has started the next
+            under_way.add(operation)
+        elif kind == "wait":
+            under_way.discard(operation)
+    return most
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:

@@ -1,6 +1,7 @@
 """Plans a step with all its micro-batches, of which each runs the same two graphs.
 
-The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next. One
+The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next; it
+assumes, as the runtime does, that reductions run on beside the next forward. One
 micro-batch is then planned beside that: what its graphs do holds for every micro-batch, within the same memory.
 """
 
@@ -17,10 +18,6 @@ from deepcompile.step_plan import BACKWARD, ParamFacts, StepPlan, step_graph_tex
 MOST_MICRO_BATCHES = 16
 
 
-class NeedsOffload(planner.BudgetError):
-    """The budget holds the step only if something leaves the device, which the runtime does not do yet."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """What a step is planned from."""
@@ -33,7 +30,7 @@ class Inputs:
     saved: list[tuple[str, int, int, int]]
     update_seconds: float  # of the optimizer
     machine: planner.Machine
-    budget: int
+    budget: int  # bytes; 0: the least that holds the step
     strategy: str
 
     def plan(self, micro_batches: int, kept: Iterable[str] = ()) -> tuple[str, planner.Plan]:
@@ -49,10 +46,11 @@ class Inputs:
             kept=kept,
         )
         graph = planner.StepGraph(text, self.name)
-        planned = planner.plan(graph, self.machine, budget=self.budget, strategy=self.strategy)
-        if any(kind in ("offload", "reload") for kind, _, _, _ in planned.instructions):
-            raise NeedsOffload(f"{self.budget} bytes do not hold the step without offloading")
-        return text, planned
+        budget = self.budget or planner.least_budget(graph, self.machine)
+        # What stays for all micro-batches is read from the plan of all of them; one that saves memory by keeping a parameter
+        # for some of them only could not be followed.
+        strategy = "planned" if self.strategy == "auto" and micro_batches > 1 else self.strategy
+        return text, planner.plan(graph, self.machine, budget=budget, strategy=strategy)
 
 
 def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
@@ -63,7 +61,8 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
     text, planned = inputs.plan(count)
     if count == 1:
         return step_plan(text, planned, inputs.graphs, inputs.facts)
-    kept = kept_over_micro_batches(planned, inputs.graphs)
+    # Whatever stays from one micro-batch to the next takes memory beside all that the largest needs.
+    kept = kept_over_micro_batches(planned, inputs.graphs) if inputs.budget else set()
     by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
     while True:
         try:
@@ -95,4 +94,4 @@ def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments
     return {param for param in used if gathers.get(param, 0) <= 1}
 
 
-__all__ = ["Inputs", "NeedsOffload", "kept_over_micro_batches", "plan_whole_step"]
+__all__ = ["Inputs", "kept_over_micro_batches", "plan_whole_step"]

@@ -10,6 +10,7 @@
 #include "deepcompile/plan/explain.h"
 #include "deepcompile/plan/graph_text.h"
 #include "deepcompile/plan/models.h"
+#include "deepcompile/plan/strategies/planned.h"
 #include "deepcompile/plan/strategy.h"
 #include "deepcompile/plan/verifier.h"
 
@@ -149,6 +150,15 @@ PYBIND11_MODULE(_plan, module) {
       py::arg("host_optimizer") = false);
   module.def("plan", &planStep, py::arg("graph"), py::arg("machine"), py::arg("budget") = py::none(),
              py::arg("strategy") = "auto");
+  module.def(
+      "least_budget",
+      [](const StepGraph& graph, const Machine& machine) {
+        const py::gil_scoped_release release;
+        const Usage usage(graph);
+        const CostModel cost(machine, graph.world);
+        return leastBudget({graph, usage, cost, 0});
+      },
+      py::arg("graph"), py::arg("machine"));
   module.def("load_plan", &loadPlan, py::arg("graph"), py::arg("machine"), py::arg("text"));
   module.def(
       "verify",

@@ -100,6 +100,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gradients_parked"] = stats.gradients_parked.load();
   all["gradients_in_place"] = stats.gradients_in_place.load();
   all["buckets_flushed"] = stats.buckets_flushed.load();
+  all["backwards_left_running"] = stats.backwards_left_running.load();
   all["activations_freed"] = stats.activations_freed.load();
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
   all["bytes_reloaded"] = stats.bytes_reloaded.load();
@@ -174,12 +175,16 @@ void bindRuntime(py::module_& module) {
             runtime.setGradBuffer(ds_id, grad_buffer.value_or(at::Tensor()), reduce_dtype);
           },
           py::arg("ds_id"), py::arg("grad_buffer"), py::arg("reduce_dtype") = py::none(), NoGil())
-      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), NoGil())
+      .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), py::arg("in_flight"),
+           NoGil())
+      .def("keep_idle_memory", &Runtime::keepIdleMemory, py::arg("keep"))
+      .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
       .def("end_reads", &Runtime::endReads, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())
-      .def("start_backward", &Runtime::startBackward, py::arg("update"), NoGil())
+      .def("start_backward", &Runtime::startBackward, py::arg("update"), py::arg("settle_later") = false, NoGil())
+      .def("settle", &Runtime::settle, NoGil())
       .def("enable_profiling", &Runtime::enableProfiling, py::arg("enable"))
       .def("is_profiling", &Runtime::isProfiling)
       .def("reset", &Runtime::reset, NoGil())

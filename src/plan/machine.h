@@ -34,6 +34,7 @@ struct Machine {
   Link between;                       // between nodes, per rank; latency per hop
   Link to_device;                     // host to device
   Link to_host;                       // device to host
+  bool offload = true;                // states, activations and shards may leave the device
   bool shared_links = true;           // gathers and reductions that run at the same time share the bandwidth
   int slowdown = 0;                   // compute takes this many thousandths longer while a collective runs
   Nanos launch = 0;                   // host time to launch one node or collective

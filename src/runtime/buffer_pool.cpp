@@ -32,6 +32,17 @@ void BufferPool::give(Buffer buffer) {
   live_ -= buffer.bytes;
   idle_bytes_ += buffer.bytes;
   idle_[buffer.bytes].push_back(std::move(buffer));
+  if (!keep_idle_) {
+    dropIdle(idle_bytes_);
+  }
+}
+
+void BufferPool::keepIdle(bool keep) {
+  const std::lock_guard lock(mutex_);
+  keep_idle_ = keep;
+  if (!keep) {
+    dropIdle(idle_bytes_);
+  }
 }
 
 void BufferPool::setLimit(std::int64_t bytes) {

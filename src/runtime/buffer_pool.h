@@ -37,6 +37,8 @@ class BufferPool {
   static constexpr std::int64_t kInitialLimit = 16 << 20;
   // Gives the idle memory back to the allocator, except where work is in flight on it.
   void trim();
+  // False: memory goes back to the allocator as soon as nobody uses it, for whatever else needs some meanwhile.
+  void keepIdle(bool keep);
 
   std::int64_t live() const;    // bytes in use
   std::int64_t peak() const;    // most bytes in use at once since the last resetPeak()
@@ -57,6 +59,7 @@ class BufferPool {
   std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold
   std::int64_t peak_ = 0;
   std::int64_t limit_ = kInitialLimit;
+  bool keep_idle_ = true;
   std::int64_t taken_ = 0;
   std::int64_t reused_ = 0;
 };

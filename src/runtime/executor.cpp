@@ -58,6 +58,8 @@ void CustomOpExecutor::abandonBackward() {
     return;
   }
   reduce_tasks_.clear();
+  copied_.forget();
+  reduced_from_.forget();
   reduce_buckets_->forget(this);
   comm_->placeTensors(nullptr);
   backward_open_ = false;
@@ -87,6 +89,7 @@ void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
 }
 
 void CustomOpExecutor::openBackward(bool update) {
+  settle();
   // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
   // in an update but never ended counts too.
   if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
@@ -255,23 +258,26 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   }
   bucket->reserve(size);
   const at::Tensor slice = bucket->allocate(size);
+  const auto held = std::make_shared<std::vector<at::Tensor>>(1, grad);
   runDetached(
       *copy_stream_, [label = param.label()] { return "copying the gradient of " + *label; },
-      [slice, grad, numel = param.numel()] {
-        if (!grad.defined()) {
+      [slice, held, numel = param.numel()] {
+        const at::Tensor& source = held->front();
+        if (!source.defined()) {
           slice.zero_();
           return;
         }
         const bool padded = slice.numel() > numel;
-        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, grad.reshape({-1})};
+        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, source.reshape({-1})};
         copyParts({&part, 1});
         if (padded) {
           slice.narrow(0, numel, slice.numel() - numel).zero_();
         }
       });
-  ReduceTask& task = reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice);
-  if (copy_stream_->followsCaller() || copy_stream_->record().passed()) {
-    task.dropGradient();
+  reduce_tasks_[dtype].emplace_back(arrived.id, grad, slice).dropGradient();
+  if (!copy_stream_->followsCaller()) {
+    copied_.add(copy_stream_->record(), held);
+    copied_.letGo(*context_, 1);  // the next gradient was computed meanwhile: nobody waits
   }
 }
 
@@ -307,7 +313,6 @@ namespace {
 
 // A gradient in a bucket on its way to its owners.
 struct Reduction {
-  at::Tensor send;
   std::vector<Slice> owners;
   at::Tensor buffer;  // of this rank's slice
   bool add;           // to what the buffer holds
@@ -315,17 +320,19 @@ struct Reduction {
 
 // On the reduce stream: what is allocated here is used here alone. `presence` has a row per rank; `counts` becomes the
 // sum of the rows. Returns the bytes that were reduced.
-std::int64_t reduceParts(Communicator& comm, const std::vector<Reduction>& reductions, const at::Tensor& presence,
-                         at::Tensor& counts, ReduceOp op, std::uint64_t tag) {
-  const auto options = reductions[0].send.options();
+std::int64_t reduceParts(Communicator& comm, const std::vector<at::Tensor>& sent,
+                         const std::vector<Reduction>& reductions, const at::Tensor& presence, at::Tensor& counts,
+                         ReduceOp op, std::uint64_t tag) {
+  const auto options = sent[0].options();
   std::vector<ReducePart> parts;
   std::int64_t bytes = 0;
-  for (const Reduction& one : reductions) {
-    const bool in_place = !one.add && one.buffer.scalar_type() == one.send.scalar_type();
+  for (std::size_t i = 0; i < reductions.size(); ++i) {
+    const Reduction& one = reductions[i];
+    const bool in_place = !one.add && one.buffer.scalar_type() == sent[i].scalar_type();
     parts.push_back(
-        {one.send, one.owners,
+        {sent[i], one.owners,
          in_place ? one.buffer : at::empty({one.owners[static_cast<std::size_t>(comm.rank())].size()}, options)});
-    bytes += static_cast<std::int64_t>(one.send.nbytes());
+    bytes += static_cast<std::int64_t>(sent[i].nbytes());
   }
   const std::int64_t columns = presence.size(1);
   std::vector<Slice> rows;
@@ -363,6 +370,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   blockCopyEvents(scalar_type);
   applyPreDivision(scalar_type);
 
+  const auto sent = std::make_shared<std::vector<at::Tensor>>();
   std::vector<Reduction> reductions;
   std::vector<std::int64_t> ids;
   const auto count = static_cast<std::int64_t>(tasks.size());
@@ -382,7 +390,8 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
       lacking = true;
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
     }
-    reductions.push_back({task.getSendBuf(), param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
+    sent->push_back(task.getSendBuf());
+    reductions.push_back({param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
     ids.push_back(task.getDSId());
   }
 
@@ -395,14 +404,14 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   auto counts = std::make_shared<at::Tensor>();
   runCollective(
       *rs_stream_, [what] { return what; },
-      [comm = comm_, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
+      [comm = comm_, sent, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
        context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
         const std::int64_t began = Timeline::now();
         const Timeline::Mark started = context->timeline->mark();
         agreeOnCollective(*comm, signature);
-        const std::int64_t bytes = reduceParts(*comm, reductions, presence, *counts, op, tag);
+        const std::int64_t bytes = reduceParts(*comm, *sent, reductions, presence, *counts, op, tag);
         context->timeline->add(Timeline::Kind::Reduce, first, bytes, started);
         if (on_callers_thread) {
           context->countWait(began);
@@ -413,6 +422,10 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
     presence_.push_back({std::move(ids), counts});
   }
   performCleanup(scalar_type);
+  if (!rs_stream_->followsCaller()) {
+    reduced_from_.add(rs_stream_->record(), sent);
+    reduced_from_.letGo(*context_, reductions_in_flight_);
+  }
   if (context_->config.sync_after_reduce) {
     rs_stream_->synchronize(context_->deadline());
   }
@@ -462,7 +475,16 @@ void CustomOpExecutor::endBackward() {
   }
   last_presence_.reset();
   flushAllReduceBuckets();
+  context_->warm = true;
+  if (mayLeaveRunning()) {
+    unsettled_ = true;
+    context_->unsettled->setPending(true);
+    context_->stats.backwards_left_running.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
   context_->await(rs_stream_->record());
+  copied_.letGo(*context_, 0);
+  reduced_from_.letGo(*context_, 0);
   if (comm_->size() > 1) {
     reduceSurplus();
   }
@@ -470,7 +492,6 @@ void CustomOpExecutor::endBackward() {
   if (!order_learned_ && comm_->size() > 1) {
     learnOrder();
   }
-  context_->warm = true;
 }
 
 }  // namespace dc

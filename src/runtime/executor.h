@@ -19,6 +19,7 @@
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/communicator.h"
 #include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/gradients_in_flight.h"
 #include "deepcompile/runtime/reduce_bucket.h"
 #include "deepcompile/runtime/reduction_order.h"
 #include "deepcompile/runtime/registry.h"
@@ -51,21 +52,31 @@ class CustomOpExecutor {
   virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update);
-  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it. Does
-  // nothing when no backward is open.
+  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or
+  // leaves that to settle). Does nothing when no backward is open.
   virtual void endBackward();
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
   // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
   at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id);
 
+  // The backward that is opened next may end without a wait for its reductions; settle has it. The same on all ranks.
+  void settleLater(bool later) { settle_later_ = later; }
+  // Waits for what the last backward left running and does what was to be done after it. All ranks call it before they
+  // open the next backward; gradients that some rank had beyond the expected ones are reduced here.
+  void settle();
+  // The same at a moment of this rank's own. Throws when there are gradients beyond the expected ones.
+  void settleAlone();
+
   // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
   // up.
   void noteAutogradTask(std::int64_t task);
 
   // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
-  // bucket size. Not while a backward is open; the same on all ranks.
-  void planReductions(std::vector<std::vector<std::int64_t>> buckets);
+  // bucket size. No more than `in_flight` reductions hold gradients at once: a further one waits for the oldest. Not
+  // while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = kReductionsInFlight);
+  static constexpr std::size_t kReductionsInFlight = 2;
   // What is trainable has changed: the order of the gradients is learned again.
   void forgetOrder();
 
@@ -100,6 +111,11 @@ class CustomOpExecutor {
   virtual void accumulateLocally(const DSParam& param, const at::Tensor& grad);
   // The gradient that enters the bucket: `grad` (undefined: none) and what was kept on this rank.
   virtual at::Tensor withLocal(const DSParam& param, at::Tensor grad) { return grad; }
+
+  // The caller is ordered after all reductions of the last backward.
+  virtual void reductionsSettled() {}
+  // True between a backward that ended without a wait for its reductions and settle.
+  bool unsettled() const { return unsettled_; }
 
   void flushAllReduceBuckets();
   // The reduction waits for the copies into the bucket.
@@ -150,6 +166,11 @@ class CustomOpExecutor {
   // Where in the expected order the planned buckets end.
   void placeFlushes();
   void readPresence();
+  // True when the open backward may end without a wait. Never depends on the rank: where gradients come beyond the
+  // expected ones, all ranks meet at the same place.
+  bool mayLeaveRunning() const;
+  bool anySurplus(bool mine);
+  void finishSettling();
 
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
   struct Presence {
@@ -164,7 +185,10 @@ class CustomOpExecutor {
   std::vector<std::vector<std::int64_t>> planned_buckets_;
   std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
   std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
-  std::size_t entered_ = 0;                      // gradients of the expected order that have entered in this backward
+  std::size_t reductions_in_flight_ = kReductionsInFlight;
+  GradientsInFlight copied_;        // on their way into a bucket
+  GradientsInFlight reduced_from_;  // reduced from where they lie
+  std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad
@@ -173,6 +197,9 @@ class CustomOpExecutor {
   std::vector<Presence> presence_;
   std::shared_ptr<const at::Tensor> last_presence_;  // of the bucket that was flushed last
   std::unordered_set<std::int64_t> without_gradient_;
+  bool settle_later_ = false;
+  bool unsettled_ = false;
+  bool had_surplus_ = false;  // then every backward is waited for
 };
 
 // The executor of a graph as type T; an error when there is none or it is of another stage.

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -69,6 +70,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
     keepFreedMemory();
   }
   context_->device_order = !device_.is_cpu();
+  context_->unsettled->settleBy([this] { settle(); });
   context_->timeline->useDevice(device_);
   if (channels_.control == nullptr) {
     channels_.control = channels_.gather;
@@ -298,6 +300,7 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
   }
   for (const auto& [graph_id, executor] : executors_) {
     if (executor->hasParam(ds_id)) {
+      executor->settleAlone();
       executor->forgetOrder();
     }
   }
@@ -308,9 +311,10 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
   agreed_ = false;
 }
 
-void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets) {
+void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
+                             std::size_t in_flight) {
   const std::lock_guard lock(context_->mutex);
-  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets));
+  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets), in_flight);
 }
 
 void Runtime::startForward() {
@@ -354,13 +358,32 @@ void Runtime::endForward() {
   }
 }
 
-void Runtime::startBackward(bool update) {
+void Runtime::startBackward(bool update, bool settle_later) {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();
+  if (context_->unsettled->pending()) {
+    std::map<std::int64_t, CustomOpExecutor*> in_order;  // settling may need all ranks
+    for (const auto& [graph_id, executor] : executors_) {
+      in_order[graph_id] = executor.get();
+    }
+    for (const auto& [graph_id, executor] : in_order) {
+      executor->settle();
+    }
+    context_->unsettled->setPending(false);
+  }
   update_pending_ = update_pending_ || update;
   for (const auto& [graph_id, executor] : executors_) {
+    executor->settleLater(settle_later && !update);
     executor->startBackward(update);
   }
+}
+
+void Runtime::settle() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->settleAlone();
+  }
+  context_->unsettled->setPending(false);
 }
 
 void Runtime::freeGathered(std::int64_t ds_id) {
@@ -387,7 +410,13 @@ void Runtime::clearAllGatheredParams() {
 }
 
 void Runtime::reset() {
+  settle();
+  forgetGraphs();
+}
+
+void Runtime::forgetGraphs() {
   const std::lock_guard lock(context_->mutex);
+  context_->unsettled->setPending(false);
   for (const auto& [graph_id, executor] : executors_) {
     GraphTable::global().remove(graph_id);
   }
@@ -419,7 +448,13 @@ void Runtime::close() {
   if (!open_) {
     return;
   }
-  reset();
+  try {
+    settle();
+  } catch (const std::exception& error) {
+    log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+  }
+  context_->unsettled->settleBy(nullptr);
+  forgetGraphs();
   for (const auto& stream : {gather_stream_, reduce_stream_, offload_stream_, reload_stream_}) {
     try {
       stream->synchronize(context_->deadline());

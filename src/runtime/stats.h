@@ -18,6 +18,7 @@ struct Stats {
   std::atomic<std::int64_t> gradients_parked{0};    // arrived out of order and were held back
   std::atomic<std::int64_t> gradients_in_place{0};  // reduced from where they lay, not copied into a bucket
   std::atomic<std::int64_t> buckets_flushed{0};
+  std::atomic<std::int64_t> backwards_left_running{0};  // that ended without a wait for their reductions
   std::atomic<std::int64_t> activations_freed{0};
   std::atomic<std::int64_t> bytes_offloaded{0};
   std::atomic<std::int64_t> bytes_reloaded{0};

@@ -395,6 +395,9 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
 
 void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
                                         const std::vector<at::ScalarType>& dtypes, bool backward) {
+  if (follower_ != nullptr && !ds_ids.empty() && !follower_->isLeaf(ds_ids[0])) {
+    return;  // planned for one compiled graph; what is followed is planned for the whole step
+  }
   if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
     const Timeline::Mark mark = context_->recorder->mark();
     followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
@@ -557,7 +560,14 @@ void Z3CustomOpExecutor::endBackward() {
   if (param_updated_) {
     endReads();
   }
-  context_->await(gather_.stream->record());
+  if (unsettled()) {
+    // The shards stay as they are, and so nobody has to know when the gathers have read them.
+    for (const std::int64_t id : ds_ids_) {
+      settleBeforeReads(param_registry_->getParam(id).getDSTensor(), context_->unsettled);
+    }
+  } else {
+    context_->await(gather_.stream->record());
+  }
   for (const std::int64_t id : reloading_) {
     param_registry_->getParam(id).getDSTensor();
   }
@@ -569,7 +579,7 @@ void Z3CustomOpExecutor::endBackward() {
   for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
     drop(id, ReleasedSize::Zero);
   }
-  if (!context_->profiling && communicates()) {
+  if (!context_->profiling && communicates() && !unsettled()) {
     publishGradients();
   }
   reduced_.clear();
@@ -581,6 +591,11 @@ void Z3CustomOpExecutor::endReads() {
     forgetCopy(wanted);
   }
   in_place_.end();
+}
+
+void Z3CustomOpExecutor::reductionsSettled() {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  publishGradients();
 }
 
 // The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.

@@ -61,7 +61,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // until the shard changes. A copy that a prefetch has started is waited for and handed over. `backward`: called in a
   // backward pass (a forward that is run again).
   at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false);
-  // prefetchParamsFused on the program's own behalf, not the plan's.
+  // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the whole
+  // step is followed, the latter is left to that.
   void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
                       bool backward);
 
@@ -85,6 +86,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
   bool sendsTasksOneByOne() const override { return true; }
   bool communicates() const override { return !reduce_at_update_ || param_updated_; }
+  void reductionsSettled() override;
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
 

@@ -87,7 +87,8 @@ def plans(rank: int, world: int, budget: int | None, strategy: str) -> dict:
 
 def test_memory_decides_what_stays_gathered_and_the_numbers_stay_the_same() -> None:
     found = {}
-    for name, strategy in (("room", "auto"), ("on demand", "on_demand"), ("per block", "per_block"), ("tight", "auto")):
+    cases = (("room", "planned"), ("on demand", "on_demand"), ("per block", "per_block"), ("tight", "planned"))
+    for name, strategy in cases:
         budget = None
         if name == "tight":
             least, most = found["on demand"]["predicted"], found["room"]["predicted"]
@@ -299,8 +300,10 @@ def test_inductor_keeps_the_planned_order_of_launches_gathers_and_products() -> 
         gathers = [index for index, one in enumerate(order) if one == "gather"]
         between = sum(any(a < p < b for p in products) for a, b in itertools.pairwise(gathers))
         assert between >= 3
-        # What is not kept is let go after its last use.
+        # What is not kept is let go after its last use, and a gradient when it was given to be reduced.
         assert len(re.findall(r"del buf\d+", body)) > 10
+        for given in re.finditer(r"reduce_shard\.default\((?:reinterpret_tensor\()?(buf\d+), .*, True\)\n", body):
+            assert re.match(rf"(?: *(?:#.*|del \w+)\n)* *del {given[1]}\n", body[given.end() :]), given[0]
 
 
 def fused_kernels(rank: int, world: int, sharded: bool) -> list[int]:

@@ -5,14 +5,24 @@
 #include <tuple>
 
 #include "deepcompile/plan/memory.h"
+#include "deepcompile/plan/strategies/leaner.h"
 #include "deepcompile/plan/strategies/settings_search.h"
 
 namespace dc::plan {
 namespace {
 
+// The settings that need the least memory.
+Settings leanest(Settings settings) {
+  settings.reduce_bucket = 1;
+  settings.reserve = 0;
+  settings.gather_bucket = 1;
+  settings.pending = 0;
+  return settings;
+}
+
 // Nothing fits: an error that names the least budget for which a plan exists (found by halving) and
 // what needs it there.
-BudgetError leastBudget(const Problem& problem, const Settings& settings, const Timeline& timeline) {
+BudgetError tooSmall(const Problem& problem, const Settings& settings, const Timeline& timeline) {
   const auto attempt = [&](Bytes budget) -> std::optional<BudgetError> {
     const Problem other{problem.graph, problem.usage, problem.cost, budget};
     try {
@@ -40,7 +50,16 @@ BudgetError leastBudget(const Problem& problem, const Settings& settings, const 
 
 }  // namespace
 
-Plan Planned::plan(const Problem& problem) const {
+Bytes leastBudget(const Problem& problem) {
+  Settings settings = leanest({});
+  settings.stretch = problem.cost.machine().shared_links ? 2000 : 1000;
+  const Problem nothing{problem.graph, problem.usage, problem.cost, 0};
+  return problem.graph.nodes.empty() ? 0 : tooSmall(nothing, settings, Search(nothing).undisturbed()).least;
+}
+
+Plan Planned::plan(const Problem& problem) const { return searchPlan(problem).plan; }
+
+Attempt searchPlan(const Problem& problem) {
   Search search(problem);
   const CostModel& cost = problem.cost;
   const Facts facts(problem);
@@ -68,13 +87,10 @@ Plan Planned::plan(const Problem& problem) const {
     }
   }
   if (!search.best()) {
-    settings.reduce_bucket = 1;
-    settings.reserve = 0;
-    settings.gather_bucket = 1;
-    settings.pending = 0;
+    settings = leanest(settings);
     search.attempt(settings, start);
     if (!search.best()) {
-      throw leastBudget(problem, settings, start);
+      throw tooSmall(problem, settings, start);
     }
   }
   // Without buckets: less latency hidden, but nothing waits for its neighbours.
@@ -152,34 +168,51 @@ Plan Planned::plan(const Problem& problem) const {
     polish(problem, wandered, left);
     search.take(wandered);
   }
-  return search.best()->plan;
+  return *search.best();
 }
 
 Plan Auto::plan(const Problem& problem) const {
-  std::optional<Plan> best;
+  struct Candidate {
+    Plan plan;
+    Nanos step;
+    Bytes peak;
+  };
+  std::vector<Candidate> candidates;
+  std::optional<Attempt> own;
   std::optional<BudgetError> error;
-  Nanos step = 0;
-  Bytes peak = 0;
   for (const std::string_view name : {"planned", "published", "per_block", "on_demand"}) {
     try {
-      Plan plan = makeStrategy(name)->plan(problem);
-      const Nanos time = simulate(problem.graph, problem.cost, plan).step;
-      const Bytes memory = memoryProfile(problem.graph, problem.usage, plan).peak;
-      if (!best || time < step || (time == step && memory < peak)) {
-        best = std::move(plan);
-        step = time;
-        peak = memory;
+      if (name == "planned") {
+        own = searchPlan(problem);
       }
+      Plan plan = name == "planned" ? own->plan : makeStrategy(name)->plan(problem);
+      const Nanos step = simulate(problem.graph, problem.cost, plan).step;
+      const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
+      candidates.push_back({std::move(plan), step, peak});
     } catch (const BudgetError& failure) {
       if (!error || failure.least < error->least) {
         error = failure;
       }
     }
   }
-  if (!best) {
+  if (candidates.empty()) {
     throw *error;
   }
-  return *std::move(best);
+  Nanos shortest = candidates[0].step;
+  for (const Candidate& candidate : candidates) {
+    shortest = std::min(shortest, candidate.step);
+  }
+  const Nanos limit = shortest + mulDiv(shortest, kWorthLessMemory, 1000);
+  if (own && own->step <= limit) {
+    Plan plan = leaner(problem, *own, limit);
+    const Nanos step = simulate(problem.graph, problem.cost, plan).step;
+    const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
+    candidates.push_back({std::move(plan), step, peak});
+  }
+  std::erase_if(candidates, [&](const Candidate& candidate) { return candidate.step > limit; });
+  return std::move(std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+                     return std::pair(a.peak, a.step) < std::pair(b.peak, b.step);
+                   })->plan);
 }
 
 }  // namespace dc::plan

@@ -2,6 +2,7 @@
 // budget at every point. docs/planner.md describes it.
 #pragma once
 
+#include "deepcompile/plan/strategies/schedule_search.h"
 #include "deepcompile/plan/strategy.h"
 
 namespace dc::plan {
@@ -13,11 +14,20 @@ class Planned : public Strategy {
   Plan plan(const Problem& problem) const override;
 };
 
-// Simulates every strategy and keeps the fastest plan; of equals, the one that needs less memory.
+// The plan with what it was built from. Throws BudgetError when nothing fits.
+Attempt searchPlan(const Problem& problem);
+
+// The least budget for which `planned` finds a plan.
+Bytes leastBudget(const Problem& problem);
+
+// Simulates every strategy. Of plans whose steps are nearly as short as the shortest (kWorthLessMemory) it keeps the
+// one that needs the least memory.
 class Auto : public Strategy {
  public:
   std::string_view name() const override { return "auto"; }
-  std::string_view summary() const override { return "the fastest of all strategies in simulation"; }
+  std::string_view summary() const override {
+    return "the fastest of all strategies in simulation, or nearly so with less memory";
+  }
   Plan plan(const Problem& problem) const override;
 };
 

@@ -79,8 +79,9 @@ void ScheduleBuilder::requireFit() {
   const Bytes peak = memory_.max(0, slots_ - 1);
   if (slots_ > 0 && peak > problem_.budget) {
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
-    throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak,
-                             " bytes when all that can leave has left: ", usage_.gathered[at],
+    const bool leaves = problem_.cost.machine().offload;
+    throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak, " bytes",
+                             leaves ? " when all that can leave has left: " : ": ", usage_.gathered[at],
                              " for the gathered parameters that it uses, ", peak - usage_.gathered[at],
                              " for shards, gradients, activations and workspace"),
                       peak);

@@ -8,6 +8,9 @@ namespace dc::plan {
 // In order of what it costs: states cross the link twice in a step, activations twice in a
 // micro-batch, shards once for every gather.
 void ScheduleBuilder::planOffload() {
+  if (!problem_.cost.machine().offload) {
+    return;
+  }
   const auto over = [&] { return slots_ > 0 && memory_.max(0, slots_ - 1) > problem_.budget; };
   if (settings_.make_room > 0) {
     offloadStates(settings_.make_room, false);

@@ -53,6 +53,20 @@ class BufferPoolTest : public ::testing::Test {
   BufferPool pool_{&allocator_};
 };
 
+TEST_F(BufferPoolTest, WhereNothingIsKeptMemoryGoesBackWhenNobodyUsesIt) {
+  pool_.give(pool_.take(1000));
+  EXPECT_GT(allocator_.held(), 0);
+  pool_.keepIdle(false);
+  EXPECT_EQ(allocator_.held(), 0);
+  Buffer one = pool_.take(1000);
+  Buffer other = pool_.take(2000);
+  pool_.give(std::move(one));
+  EXPECT_EQ(allocator_.held(), pool_.live());
+  EXPECT_EQ(pool_.idle(), 0);
+  pool_.give(std::move(other));
+  EXPECT_EQ(allocator_.held(), 0);
+}
+
 TEST_F(BufferPoolTest, ABufferThatWasGivenBackServesTheNextOfItsSizeWithoutTheAllocator) {
   Buffer buffer = pool_.take(1000);
   void* const memory = buffer.memory.get();

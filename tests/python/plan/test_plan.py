@@ -75,9 +75,23 @@ def test_errors_say_where_and_why():
 def test_every_strategy_plans_a_model():
     machine = plan.preset("2xcpu")
     graph = plan.make_model("tiny-llama", machine, world=2, sequence=64, accumulate=2)
-    steps = {name: plan.plan(graph, machine, strategy=name).step_ns for name in plan.strategy_names()}
+    plans = {name: plan.plan(graph, machine, strategy=name) for name in plan.strategy_names()}
+    steps = {name: one.step_ns for name, one in plans.items()}
     assert steps["planned"] <= min(steps["published"], steps["per_block"], steps["on_demand"])
-    assert steps["auto"] <= steps["planned"]
+    # Nearly as short a step, and less memory where that is all it costs.
+    assert steps["auto"] <= 1.01 * steps["planned"]
+    assert plans["auto"].peak_bytes <= plans["planned"].peak_bytes
+
+
+def test_the_least_budget_is_enough_and_one_byte_less_is_not():
+    machine = plan.Machine("machine mine like 2xcpu\noffload no\n")
+    graph = plan.make_model("tiny-llama", machine, world=2, sequence=64)
+    least = plan.least_budget(graph, machine)
+    lean = plan.plan(graph, machine, budget=least)
+    assert lean.peak_bytes <= least < plan.plan(graph, machine, strategy="planned").peak_bytes
+    assert not any(kind in ("offload", "reload") for kind, _, _, _ in lean.instructions)
+    with pytest.raises(plan.BudgetError, match=f"at least {least} bytes are needed"):
+        plan.plan(graph, machine, budget=least - 1)
 
 
 def test_the_command_plans_a_file_and_writes_a_trace(tmp_path: Path):
