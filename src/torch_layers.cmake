@@ -7,6 +7,7 @@ add_library(
   comm/interpreter.cpp
   comm/ordered_sum.cpp
   comm/roll_call.cpp
+  comm/shared_placement.cpp
   comm/shared_tensor.cpp
   comm/shm_backend.cpp
   comm/shm_backend_gathers.cpp
@@ -30,6 +31,7 @@ add_library(
   runtime/device_stream.cpp
   runtime/executor.cpp
   runtime/executor_order.cpp
+  runtime/executor_settling.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
   runtime/host_memory.cpp
@@ -41,10 +43,12 @@ add_library(
   runtime/registry.cpp
   runtime/replay.cpp
   runtime/runtime.cpp
+  runtime/shards_in_place.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
   runtime/timeline.cpp
+  runtime/unsettled.cpp
   runtime/watchdog.cpp
   runtime/local_gradients.cpp
   runtime/z3_executor.cpp)

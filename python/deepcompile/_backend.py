@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,15 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
-from deepcompile.segments import give_gradients, has_gathers, hold_back_gathers, mark_params, only_from_gathers
+from deepcompile.planning import CompiledCall
+from deepcompile.segments import (
+    give_gradients,
+    has_gathers,
+    hold_back_gathers,
+    mark_params,
+    only_from_gathers,
+    share_gathers,
+)
 from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, apply_plan
 
 _log = logging.getLogger("deepcompile")
@@ -43,13 +52,15 @@ after_import("torch._dynamo.backends.registry", _register)
 class _Compiled:
     """One compiled phase that can be replaced while its callers hold it."""
 
-    def __init__(self, function: Callable[..., Any], step: Any, sharding: Any) -> None:
+    def __init__(self, function: Callable[..., Any], step: Any, phase: str, sharding: Any) -> None:
         self.function = function
-        self._step, self._sharding = step, sharding
+        self._step, self._phase, self._sharding = step, phase, sharding
         self._boxed_call = True  # takes one list, which it may empty
 
     def __call__(self, args: list[Any]) -> Any:
         self._step.ran_in = self._sharding.steps_begun
+        if self._sharding.calls is not None and self._step.trains:
+            self._sharding.calls.append(CompiledCall(self._step, self._phase, time.monotonic_ns()))
         return self.function(args)
 
 
@@ -69,6 +80,11 @@ class _Unit:
                     self._names[index] = members[value].name
                     self._sharding = sharding
         self._step: Any = None
+
+    @property
+    def part_of_a_step(self) -> bool:
+        """True for graphs that train a part of the model: a plan of the whole step may keep what they gather."""
+        return self._step is not None and not self._planner.holds_model(self._step)
 
     @property
     def backend(self) -> str:
@@ -161,9 +177,12 @@ class _Unit:
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
                 if not planned:
                     hold_back_gathers(graph)
+                if self.part_of_a_step:
+                    share_gathers(graph)
                 return inner(graph, example_inputs, **kwargs)
 
-            compiled = _Compiled(with_plan(step.plan.graphs[phase] if step.plan else None), step, self._sharding)
+            function = with_plan(step.plan.graphs[phase] if step.plan else None)
+            compiled = _Compiled(function, step, phase, self._sharding)
 
             def recompile(graph_plan: GraphPlan) -> None:
                 with context():
@@ -208,7 +227,8 @@ def _partitioner(unit: _Unit) -> Any:
             return unit.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return "deepcompile"  # what it decides is in the graph's text
+            # What it decides is in the graph's text, but for who may read what the graph gathers.
+            return "deepcompile, a part" if unit.part_of_a_step else "deepcompile"
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

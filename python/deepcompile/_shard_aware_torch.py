@@ -2,7 +2,7 @@
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``torch.amp.GradScaler`` would each see this rank's part only.
 They give the global result once a model is sharded; on other tensors they do what they did. Optimizers that look at a
-parameter as a whole are refused.
+parameter as a whole, and wrappers that would average a second time, are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -32,7 +32,9 @@ def install() -> None:
     _installed = True
     _wrap_total_norm()
     _wrap_grad_scaler()
+    _refuse_ddp()
     register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
+    register_optimizer_step_post_hook(_note_update)
 
 
 def _shardings() -> list[Sharding]:
@@ -104,7 +106,7 @@ def _wrap_total_norm() -> None:
                     f"the total norm of order {norm_type} over the gradients of all ranks is {total.item()}; set "
                     "error_if_nonfinite=False to clip by it anyway"
                 )
-            return total.to(sharded[0].dtype)
+            return total.to(sharded[0].dtype.to_real())
         return inner(given, norm_type, error_if_nonfinite, foreach)
 
     if cell is not None:
@@ -133,6 +135,23 @@ def _wrap_grad_scaler() -> None:
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
+def _refuse_ddp() -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel
+    inner = ddp.__init__
+
+    @functools.wraps(inner)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        sharded = next((name for name, param in module.named_parameters() if hasattr(param, "full_shape")), None)
+        if sharded is not None:
+            raise RuntimeError(
+                f"DistributedDataParallel: parameter '{sharded}' is sharded by deepcompile, which averages gradients over "
+                "the ranks already; use the model as it is"
+            )
+        inner(self, module, *args, **kwargs)
+
+    ddp.__init__ = init  # type: ignore[method-assign]
+
+
 def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE), None)
     if kind is not None and type(optimizer).__module__.startswith("torch."):
@@ -147,6 +166,20 @@ def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer, args: A
         members = {param for sharding in _shardings() for param in sharding.by_parameter()}
         if any(param in members for group in optimizer.param_groups for param in group["params"]):
             refuse_whole_parameter_optimizer(optimizer)
+
+
+def _note_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Gathered copies are out of date when the shard's version changes, which fused optimizers, and those that write to
+    ``param.data``, leave as it was.
+    """
+    updated = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None and hasattr(param, "full_shape")
+    ]
+    if updated:
+        torch.autograd.graph.increment_version(updated)
 
 
 __all__ = ["install", "refuse_whole_parameter_optimizer", "total_norm_over_shards"]

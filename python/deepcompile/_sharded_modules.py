@@ -101,6 +101,40 @@ def _no_pickle(module: nn.Module, protocol: Any) -> NoReturn:
     )
 
 
+def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """What ``to``, ``half``, ``cpu``, ... do to each parameter; those that change nothing are let through."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and hasattr(parameter, "full_shape"):
+            with torch.no_grad():
+                result = fn(parameter)
+            if result.dtype != parameter.dtype or result.data_ptr() != parameter.data_ptr():
+                raise RuntimeError(
+                    f"'{name}' of a sharded {type(module).__name__} cannot be moved or cast: call to(), half(), cuda(), ... "
+                    "before the model is sharded (config keys 'bf16' and 'fp16' choose the dtype to compute in)"
+                )
+    original: type[Any] = module._deepcompile_original
+    applied: nn.Module = original._apply(module, fn, recurse)
+    return applied
+
+
+def _extra_repr(module: Any) -> str:
+    """``print(model)`` may be called by one rank alone: what it reads must not be gathered."""
+    shown = type(module)
+    parameters = module._parameters
+    module.__dict__["_parameters"] = {
+        name: nn.Parameter(torch.empty(p.full_shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+        if p is not None and hasattr(p, "full_shape")
+        else p
+        for name, p in parameters.items()
+    }
+    module.__class__ = shown._deepcompile_original
+    try:
+        return str(module.extra_repr())
+    finally:
+        module.__class__ = shown
+        module.__dict__["_parameters"] = parameters
+
+
 def _flat_weights(module: Any) -> list[torch.Tensor]:
     """Recurrent modules keep a list of their parameters beside them."""
     return [getattr(module, name) for name in module._flat_weights_names]
@@ -115,6 +149,8 @@ def _class_of(original: type[nn.Module], reads: tuple[_Read, ...]) -> type[nn.Mo
             "__qualname__": original.__qualname__,
             "__deepcopy__": _no_copy,
             "__reduce_ex__": _no_pickle,
+            "_apply": _apply,
+            "extra_repr": _extra_repr,
             "_deepcompile_original": original,
         }
         if issubclass(original, nn.RNNBase):
@@ -145,19 +181,27 @@ def install(sharding: Sharding) -> None:
             )
             reads.setdefault(module, []).append((sharded, read))
     for module, entries in reads.items():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # gradients are reduced dense
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
         module.__class__ = _class_of(type(module), tuple(read for _, read in entries))
     _install_leaf_hooks(sharding)
 
 
 class _Slicer:
-    """Lets ``load_state_dict`` take whole parameters as well as shards."""
+    """Lets ``load_state_dict`` take whole parameters as well as shards. With ``assign=True`` values are copied as well: the
+    runtime knows a shard by its memory.
+    """
 
     def __init__(self, sharding: Sharding, params: dict[str, ShardedParam]) -> None:
         self._sharding = sharding
         self._params = params
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        metadata["assign_to_params_buffers"] = False
+        self._sharding.runtime.end_reads()
         for attribute, sharded in self._params.items():
             value = state_dict.get(prefix + attribute)
             if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:

@@ -94,6 +94,8 @@ def save_checkpoint(
     with _quietly():
         save(tensors, checkpoint_id=unfinished, process_group=sharding.group)
     torch.save(torch.get_rng_state(), unfinished / f"random-{sharding.rank}.pt")
+    if sharding.runtime.device.type == "cuda":
+        torch.save(torch.cuda.get_rng_state(sharding.runtime.device), unfinished / f"random-cuda-{sharding.rank}.pt")
     if sharding.rank == 0:
         facts = {
             "format": _FORMAT,
@@ -203,6 +205,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     path = find_checkpoint(folder, tag)
     facts = _read_facts(path)
     _check_model(sharding, facts, path)
+    if engine.optimizer is not None:
+        _load_groups(engine, facts["optimizer"]["groups"], path)
     flat = _Flat(sharding)
     metadata = _tensors_in(path)
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
@@ -210,13 +214,14 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     if engine.optimizer is not None:
         for sharded in sharding.params:
             prefix = f"optimizer/{sharded.name}/"
+            engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
             state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
             for key in (key for key in metadata if key.startswith(prefix)):
                 value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
                 state[key.removeprefix(prefix)] = value
                 tensors[key] = flat.of(sharded, value)
             state.update(facts["optimizer"]["states"].get(sharded.name, {}))
-        _load_groups(engine, facts["optimizer"]["groups"], path)
+    sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
         for sharded in sharding.params:
@@ -226,6 +231,9 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     random = path / f"random-{sharding.rank}.pt"
     if facts["world"] == sharding.world and random.is_file():
         torch.set_rng_state(torch.load(random))
+        on_device = path / f"random-cuda-{sharding.rank}.pt"
+        if sharding.runtime.device.type == "cuda" and on_device.is_file():
+            torch.cuda.set_rng_state(torch.load(on_device, map_location="cpu"), sharding.runtime.device)
     return str(path), facts["client"]
 
 

@@ -19,10 +19,11 @@ from deepcompile.agreement import Agreement
 from deepcompile.compiled_graph_file import load_variants, variants_text
 from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
-from deepcompile.recorded_step import Read, cycles_of, flushes, reads_key, schedule
+from deepcompile.recorded_step import Read, across_graphs, cycles_of, flushes, reads_key, schedule
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
-from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events
+from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding
+from deepcompile.step_plan import FORWARD
 
 _log = logging.getLogger("deepcompile")
 
@@ -41,8 +42,15 @@ class CompiledGraph:
     """The planned schedule of one sharded model. Made by :func:`compile` or :meth:`load`, by every rank."""
 
     def __init__(
-        self, sharding: Sharding, variants: list[Variant], options: RecordedOptions, agreement: Agreement
+        self,
+        sharding: Sharding,
+        variants: list[Variant],
+        options: RecordedOptions,
+        agreement: Agreement,
+        *,
+        compiled: bool = False,
     ) -> None:
+        self._compiled = compiled  # the reads are those of compiled code
         self._sharding = sharding
         self._variants = variants
         self._options = options
@@ -114,12 +122,13 @@ class CompiledGraph:
         _executing.add(graph_id)
         self._records = self.may_record and self._wants_variant()
         if self._records:
-            recording.start(self._sharding)
+            recording.start(self._sharding, compiled=self._compiled)
         elif self._trace_to is not None:
             self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(True)
         _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
+        self._sharding.runtime.hold_shards()
 
     def _planned_flushes(self) -> list[bool]:
         order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
@@ -132,6 +141,7 @@ class CompiledGraph:
 
     def deactivate(self) -> None:
         graph_id = self._sharding.graph_id
+        self._sharding.runtime.hold_shards(False)
         _executing.discard(graph_id)
         if self._sharding.is_open:
             _C.follow(graph_id, None)
@@ -146,7 +156,7 @@ class CompiledGraph:
         elif self._trace_to is not None:
             self._sharding.runtime.record_timeline(False)
             events = trace_events(self._sharding, self._sharding.runtime.take_timeline())
-            pathlib.Path(self._trace_to).write_text(events)
+            write_trace(self._trace_to, events)
             self._trace_to = None
         for difference, reads in self._follower.take_divergences():
             key = reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads)
@@ -242,13 +252,8 @@ class CompiledGraph:
 
     def rows(self) -> list[tuple[str, str]]:
         step, follower = self._variants[0].step, self._follower
-        ahead = self._options.prefetch_ahead
         rows = [
-            (
-                "replay",
-                f"{len(self._variants)} recorded orders, {len(self._variants[0].cycle.reads)} reads in the first; gathers "
-                f"start {'as early as planned' if ahead is None else f'at most {ahead} layers ahead'}",
-            ),
+            *(self._compiled_rows() if self._compiled else [self._replay_row()]),
             *step_rows(step),
             ("predicted on demand", f"{self.on_demand_step_time * 1e3:.2f} ms"),
             (
@@ -259,21 +264,49 @@ class CompiledGraph:
         ]
         return rows
 
+    def _replay_row(self) -> tuple[str, str]:
+        ahead = self._options.prefetch_ahead
+        return (
+            "replay",
+            f"{len(self._variants)} recorded orders, {len(self._variants[0].cycle.reads)} reads in the first; gathers "
+            f"start {'as early as planned' if ahead is None else f'at most {ahead} layers ahead'}",
+        )
+
+    def _compiled_rows(self) -> list[tuple[str, str]]:
+        variant = self._variants[0]
+        calls = variant.cycle.calls
+        forward = calls.count(FORWARD)
+        started, kept = across_graphs(variant.cycle, schedule(variant.cycle, variant.step, self._keys))
+        return [
+            (
+                "compiled",
+                f"the step lies in {len(calls)} graphs, {forward} of the forward and {len(calls) - forward} of the "
+                f"backward, planned as one; orders known: {len(self._variants)}",
+            ),
+            (
+                "across graphs",
+                f"{started} gathers start before the graph that reads them, {kept} parameters are kept for a later one",
+            ),
+        ]
+
     def explain(self) -> Explanation:
         """The plan, what it is predicted to give, what was followed, and the planner's reasons. ``print`` it."""
         return Explanation(self.rows(), self._planned.explain(20))
 
     def one_line(self) -> str:
         gain = self.on_demand_step_time / self.predicted_step_time
+        what = "recorded order replayed"
+        if self._compiled:
+            what = f"step in {len(self._variants[0].cycle.calls)} graphs planned as one"
         return (
-            f"deepcompile: ZeRO-{self._model.stage} on {self._model.world} ranks, recorded order replayed by plan "
+            f"deepcompile: ZeRO-{self._model.stage} on {self._model.world} ranks, {what} by plan "
             f"'{self._planned.strategy}': step predicted {self.predicted_step_time * 1e3:.2f} ms, {gain:.2f}x faster "
             f"than on demand, {predicted_exposed(self._variants[0].step) * 1e3:.2f} ms of communication exposed"
         )
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the next executed iteration to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = os.fspath(path)
+        self._trace_to = trace_path(path)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

@@ -171,6 +171,8 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], path: tuple[str, ..
     kinds = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
     for given, value in values.items():
+        if not isinstance(given, str):
+            raise ConfigError(f"config key {given!r}{' in ' + repr('.'.join(path)) if path else ''} is not a string")
         key = SYNONYMS.get((*path, given), given)
         place = (*path, key)
         if place == ("zero_optimization", "leaf_modules"):
@@ -297,14 +299,19 @@ def _check_values(config: Config) -> None:
         factor == 0 or 1 < factor < float("inf"), "compile.replan_factor", factor, "it must be above 1, or 0 for never"
     )
     require(steps >= 1, "compile.replan_steps", steps, "it counts steps")
-    if config.optimizer is not None and not hasattr(torch.optim, config.optimizer.type):
-        close = difflib.get_close_matches(config.optimizer.type, dir(torch.optim), n=1, cutoff=0.4)
+    if config.optimizer is not None and config.optimizer.type not in _optimizers():
+        close = difflib.get_close_matches(config.optimizer.type, _optimizers(), n=1, cutoff=0.4)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(f"config key 'optimizer.type' is {config.optimizer.type!r}, not a class of torch.optim{hint}")
     if not config.compile.enabled:
         config.compile.mode = "off"
     if config.compile.mode == "replay":
         require(profile >= 1, "compile.profile_steps", profile, "replay records at least one iteration")
+
+
+def _optimizers() -> list[str]:
+    base = torch.optim.Optimizer
+    return [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and base in kind.__mro__[1:]]
 
 
 def accumulation_steps(config: Config, world: int) -> int:

@@ -148,7 +148,7 @@ class Runtime:
         self._native.keep_idle_memory(keep)
 
     def reset_gathered_peak(self) -> None:
-        """``stats()["gathered_bytes_peak"]`` counts from now on."""
+        """``stats()["gathered_bytes_peak"]`` counts from now on, and with it the memory that is kept for gathers."""
         self._native.reset_gathered_peak()
 
     def start_forward(self) -> None:
@@ -162,13 +162,31 @@ class Runtime:
         """
         self._native.start_forward()
 
+    def hold_shards(self, hold: bool = True) -> None:
+        """No rank changes a shard from here until the backward before an update ends (or ``hold_shards(False)``), so
+        parameters may be read where their shards lie and need not be copied. All ranks, before each forward for which it
+        holds, after ``start_forward``.
+        """
+        self._native.hold_shards(hold)
+
+    def end_reads(self) -> None:
+        """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
+        self._native.end_reads()
+
     def end_forward(self) -> None:
         _saved_tensors.switch_off()
         self._native.end_forward()
 
-    def start_backward(self, update: bool) -> None:
-        """``update`` says that an optimizer step follows this backward."""
-        self._native.start_backward(update)
+    def start_backward(self, update: bool, *, settle_later: bool = False) -> None:
+        """``update`` says that an optimizer step follows this backward. With ``settle_later`` one that no update follows
+        ends without a wait for its reductions: gradient buffers must not be read before :meth:`settle`, the next backward
+        or a read of ``shard.grad``, which wait. The same on all ranks.
+        """
+        self._native.start_backward(update, settle_later)
+
+    def settle(self) -> None:
+        """Waits for the reductions that backwards have left running."""
+        self._native.settle()
 
     def enable_profiling(self, enable: bool) -> None:
         """While enabled, reductions and frees are skipped."""
@@ -316,8 +334,12 @@ def end_forward() -> None:
     _runtime().end_forward()
 
 
-def start_backward(update: bool) -> None:
-    _runtime().start_backward(update)
+def start_backward(update: bool, *, settle_later: bool = False) -> None:
+    _runtime().start_backward(update, settle_later=settle_later)
+
+
+def settle() -> None:
+    _runtime().settle()
 
 
 def enable_profiling(enable: bool) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +18,10 @@ from deepcompile.config import Config
 from deepcompile.drift import Drift
 from deepcompile.engine_replay import ReplayProfile
 from deepcompile.engine_surface import EngineSurface
+from deepcompile.joint_profile import JointProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
-from deepcompile.report import Explanation, StepTimes, explain, trace_events
+from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding, sharding_of
 
 _log = logging.getLogger("deepcompile")
@@ -78,11 +78,14 @@ class Engine(EngineSurface):
         if dtype is not None:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
-        training = torch.is_grad_enabled()
+        # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
+        training = torch.is_grad_enabled() and any(sharded.param.requires_grad for sharded in self.sharding.params)
         if training:
             self._begin_step()
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
+            if training:
+                runtime.hold_shards()
         else:
             runtime.start_forward()
         if training:
@@ -120,7 +123,8 @@ class Engine(EngineSurface):
             )
         update = self.is_gradient_accumulation_boundary()
         self.drift.start()
-        self.sharding.runtime.start_backward(update)
+        # The reductions of all but the last micro-batch may run on beside the next forward.
+        self.sharding.runtime.start_backward(update, settle_later=True)
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
         try:
@@ -185,6 +189,8 @@ class Engine(EngineSurface):
         self._in_step = False
         self.times.end(self.stats()["wait_seconds"])
         self.profile.end_step()
+        if isinstance(self.profile, Profile) and self.profile.several_graphs:
+            self.profile = JointProfile(self.sharding, self.profile.iterations)
         if self.profile.ready():
             changed = self.profile.plan()
             self.times.forget()
@@ -193,7 +199,7 @@ class Engine(EngineSurface):
                 _log.info("%s", self.profile.line(changed))
         elif self._trace_to is not None and self.profile.done:
             self.sharding.runtime.record_timeline(False)
-            pathlib.Path(self._trace_to).write_text(trace_events(self.sharding, self.sharding.runtime.take_timeline()))
+            write_trace(self._trace_to, trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
         if (
             isinstance(self.profile, Profile)
@@ -258,7 +264,7 @@ class Engine(EngineSurface):
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Records the next step (after the profile is done) and writes it to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = os.fspath(path)
+        self._trace_to = trace_path(path)
 
     def stats(self) -> dict[str, Any]:
         return self.sharding.runtime.stats()

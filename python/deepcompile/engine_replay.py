@@ -20,6 +20,9 @@ class ReplayProfile:
     warms up, the next ``iterations`` are recorded, then all ranks compile and every later step is replayed.
     """
 
+    #: Whether what is recorded and followed runs in compiled graphs.
+    records_compiled = False
+
     def __init__(self, sharding: Sharding, iterations: int) -> None:
         self._sharding = sharding
         self._wanted = iterations
@@ -37,13 +40,11 @@ class ReplayProfile:
             self.graph.may_record = not traces
         elif not self.done and self._steps > 0:  # in the first step ranks agree and buffers are made
             self._recording = True
-            recording.start(self._sharding)
+            recording.start(self._sharding, compiled=self.records_compiled)
 
     def start_forward(self) -> None:
-        if self.graph is None:
+        if self.graph is None or self._active:  # several forwards before one backward are one iteration, as recorded
             return
-        if self._active:  # the last forward had no backward
-            self._finish()
         self.graph.activate()
         self._active = True
 
@@ -96,10 +97,13 @@ class ReplayProfile:
         ops = _joined(self._recordings)
         self._recordings.clear()
         try:
-            self.graph = compile(ops, memory_budget=self._sharding.config.memory_budget, model=self._sharding.model)
+            self.graph = self._compile(ops)
         except RuntimeError as error:  # said by all ranks alike; gathering on demand is right
             self.why_not = str(error)
         return self.graph is not None
+
+    def _compile(self, ops: RecordedOps) -> CompiledGraph:
+        return compile(ops, memory_budget=self._sharding.config.memory_budget, model=self._sharding.model)
 
     def line(self, changed: bool) -> str:
         if self.graph is None:

@@ -67,7 +67,14 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
         raise RuntimeError(
             f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
         )
+    trained = next((sharded.name for sharded in params if whole[sharded.id].grad is not None), None)
+    if trained is not None and modifier_rank is not None:
+        raise RuntimeError(
+            f"a backward ran inside full_params: the gradient of '{trained}' would be lost with the whole copy. Leave the "
+            "context before loss.backward()"
+        )
     if modifier_rank is not None:
+        sharding.runtime.end_reads()
         for sharded in params:
             _write_back(sharding, sharded, whole[sharded.id].detach(), modifier_rank)
 

@@ -53,10 +53,15 @@ def initialize(
         )
     checked.gradient_accumulation_steps = accumulation_steps(checked, sharding_of(model).world)
     made = _make_optimizer(model, optimizer, checked.optimizer, model_parameters)
-    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+    if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
         if made is None:
             raise ValueError("a function was passed to make the schedule, but there is no optimizer to make it for")
         lr_scheduler = lr_scheduler(made)
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric, which the engine does not have: do not pass it, and call its step(metric) in "
+            "the training loop"
+        )
     return Engine(model, made, checked, lr_scheduler)
 
 

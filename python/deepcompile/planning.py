@@ -9,8 +9,8 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
@@ -87,6 +87,14 @@ class Step:
     @property
     def trains(self) -> bool:
         return BACKWARD in self.graphs
+
+
+class CompiledCall(NamedTuple):
+    """A run of one compiled graph."""
+
+    step: Step
+    phase: str
+    start: int  # nanoseconds of the steady clock
 
 
 class StepPlanner:
@@ -243,12 +251,22 @@ class StepPlanner:
         """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
         it keeps parameters to the backward only where all of them could stay.
         """
-        gathered = {param for segments in step.graphs.values() for param in segments.params}
-        if gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}:
+        if self.holds_model(step):
             return True
         everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
         held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
         return 2 * (everything + held) <= self.budget
+
+    def holds_model(self, step: Step) -> bool:
+        """True when the step's graphs read every parameter that is trained; else they are a part of a step."""
+        gathered = {param for segments in step.graphs.values() for param in segments.params}
+        return gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}
+
+    def in_several_graphs(self, calls: Iterable[CompiledCall], micro_batches: int) -> bool:
+        """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
+        forwards = [call.step for call in calls if call.phase == FORWARD]
+        parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
+        return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
 
     def replan(
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
@@ -269,6 +287,7 @@ class StepPlanner:
         for phase, recompile in step.recompile.items():
             if before is None or step.plan.graphs[phase] != before[phase]:
                 recompile(step.plan.graphs[phase])
+        self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
         return True
 
     def training_step(self) -> Step | None:
@@ -313,4 +332,4 @@ def available_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-__all__ = ["RecordedOptions", "Step", "StepPlanner", "available_memory"]
+__all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner", "available_memory"]

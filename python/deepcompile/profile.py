@@ -52,16 +52,25 @@ class Profile:
         self._updates: list[int] = []  # nanoseconds
         self.done = iterations == 0
         self.why_not = "" if iterations else "profile_steps is 0"
+        #: The first step was seen to lie in several graphs, on all ranks.
+        self.several_graphs = False
+
+    @property
+    def iterations(self) -> int:
+        return self._wanted
 
     @property
     def _recording(self) -> bool:
         return not self.done and self._seen > 0  # in the first iteration compilers run
 
     def begin_step(self, traces: bool) -> None:
-        pass
+        if not self.done and self._seen == 0:
+            self._sharding.calls = []
 
     def end_step(self) -> None:
-        pass
+        calls, self._sharding.calls = self._sharding.calls, None
+        if calls is not None and self._sharding.world > 1:
+            self.several_graphs = self._sharding.planner.in_several_graphs(calls, self._seen)
 
     def failed(self, error: Exception) -> None:
         pass

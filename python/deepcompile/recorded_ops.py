@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 _FORMAT = "deepcompile recorded ops 1"
 
 #: Operations of the program, in its order, and of the channels beside it.
-KINDS = ("gather", "read", "prefetch", "wait", "release", "reduce", "end", "all_gather", "reduce_scatter")
+KINDS = ("gather", "read", "prefetch", "wait", "release", "reduce", "end", "all_gather", "reduce_scatter", "call")
 
 
 class RecordedOp(NamedTuple):
     """One operation. ``gather`` (a read that started one), ``read`` (of a copy that was there), ``prefetch`` (a leaf
     module's parameters), ``wait``, ``release``, ``reduce`` (a gradient handed over) and ``end`` (of a backward) are the
-    program's; ``all_gather`` and ``reduce_scatter`` are what ran on the channels.
+    program's; ``all_gather`` and ``reduce_scatter`` are what ran on the channels; ``call`` is where a compiled graph begins,
+    by its name.
     """
 
     kind: str

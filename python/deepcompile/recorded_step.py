@@ -43,6 +43,8 @@ class Cycle:
     graphs: dict[str, Segments]
     seconds: dict[str, list[float]]  # of each segment, without what was spent in communication
     spent: float  # seconds in communication
+    calls: list[str]  # the passes of the compiled graphs that ran, in order
+    call_of: list[int]  # for each read, how many of them had begun
 
     @property
     def key(self) -> str:
@@ -84,7 +86,7 @@ def _cycle(ops: Sequence[RecordedOp], model: ModelRecord, releases: bool) -> Cyc
         used = dict.fromkeys(use for segment in segments for use in segment.uses)
         graphs[phase] = Segments({name: gathered[name] for name in used}, segments, {})
         seconds[phase] = [made.nanoseconds * 1e-9 for made in builder.made if made.phase == phase]
-    return Cycle(builder.reads, builder.places, graphs, seconds, builder.spent * 1e-9)
+    return Cycle(builder.reads, builder.places, graphs, seconds, builder.spent * 1e-9, builder.calls, builder.call_of)
 
 
 @dataclasses.dataclass
@@ -103,6 +105,8 @@ class _Builder:
         self.made: list[_Made] = []
         self.reads: list[Read] = []
         self.places: list[tuple[str, int]] = []
+        self.calls: list[str] = []
+        self.call_of: list[int] = []
         self.spent = 0
         self._settled: set[str] = set()  # persistent parameters that were read
         self._group_start = -1
@@ -116,6 +120,8 @@ class _Builder:
         return sum(made.phase == phase for made in self.made) - 1
 
     def add(self, op: RecordedOp) -> None:
+        if op.kind == "call":
+            self.calls.append(op.phase)
         if op.kind not in _PROGRAM:
             return
         if not self.made:
@@ -150,6 +156,7 @@ class _Builder:
             kind = "group" if first_of_group else "read"
             self.reads.append(Read(op.param, op.dtype, kind, op.phase == BACKWARD))
             self.places.append((self.made[-1].phase, self._number()))
+            self.call_of.append(len(self.calls))
         if record.persistent:
             self._settled.add(op.param)
         uses = self.made[-1].segment.uses
@@ -200,6 +207,21 @@ def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRe
     return result
 
 
+def across_graphs(cycle: Cycle, scheduled: Sequence[ScheduledRead]) -> tuple[int, int]:
+    """How many gathers are started in one compiled graph and read in another, and how many copies one keeps for another."""
+    started = kept = 0
+    keys = [access[:2] for access, _, _ in scheduled]
+
+    def crosses(index: int, key: Key, begin: int) -> bool:
+        reads = (cycle.call_of[later] for later in range(begin, len(keys)) if keys[later] == key)
+        return next(reads, cycle.call_of[index]) != cycle.call_of[index]
+
+    for index, (_, keep, launches) in enumerate(scheduled):
+        started += sum(crosses(index, key, index) for launch in launches for key in launch)
+        kept += keep and crosses(index, keys[index], index + 1)
+    return started, kept
+
+
 #: Reductions that a plan asks for are put together until they are at least this part of all gradients: curves that were
 #: measured at few sizes promise too much of small ones.
 _SMALLEST_PART = 16
@@ -224,4 +246,4 @@ def flushes(planned: planner.Plan, order: Sequence[str], sizes: Mapping[str, int
     return after if any(after) else []
 
 
-__all__ = ["Cycle", "Read", "ScheduledRead", "cycles_of", "flushes", "reads_key", "schedule"]
+__all__ = ["Cycle", "Read", "ScheduledRead", "across_graphs", "cycles_of", "flushes", "reads_key", "schedule"]

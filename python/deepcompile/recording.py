@@ -70,17 +70,20 @@ def get_recorded_ops() -> RecordedOps:
     return _Last.ops
 
 
-def start(sharding: Sharding) -> None:
+def start(sharding: Sharding, *, compiled: bool = False) -> None:
+    """``compiled``: the program may run compiled graphs, whose runs are noted as well."""
     sharding.runtime.take_timeline()
+    sharding.calls = [] if compiled else None
     _C.start_recording(sharding.graph_id)
 
 
 def stop(sharding: Sharding, ended: int) -> RecordedOps:
     """Everything since :func:`start`; ``ended``: when, in nanoseconds of the steady clock."""
     compiled = _C.recorded_compiled(sharding.graph_id)
+    calls, sharding.calls = sharding.calls, None
     ops = _C.stop_recording(sharding.graph_id)
     spans = sharding.runtime.take_timeline()
-    if compiled:
+    if compiled and calls is None:
         raise RuntimeError(
             "deepcompile.record: compiled code communicated; a compiled graph has a plan of its own. Record the model "
             'uncompiled (config "compile": {"mode": "off"}, and no torch.compile around it), or leave it compiled'
@@ -101,7 +104,11 @@ def stop(sharding: Sharding, ended: int) -> RecordedOps:
         )
         for kind, id, dtype, size, backward, iteration, micro, begin, end in ops
     ]
+    leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
+    if calls is not None:  # what graphs launch by plans of their own is time spent, and no read
+        found = [op._replace(kind="wait") if op.kind == "prefetch" and op.param not in leaves else op for op in found]
     found += _channel_ops(spans, found, names, dtypes)
+    found += [RecordedOp("call", step.name, 0, "-", phase, 0, 0, at, at) for step, phase, at in calls or ()]
     found.sort(key=lambda op: op.start)
     zero = found[0].start if found else 0
     last = max((op.end for op in found if op.kind == "end"), default=ended)

@@ -14,6 +14,7 @@ from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.recorded_step import cycles_of
 from deepcompile.replay_planning import new_agreement, plan_cycles, require_same_reads, sharding_for
+from deepcompile.sharding import Sharding
 
 
 def compile(
@@ -49,18 +50,25 @@ def compile(
     sharding = sharding_for(ops, model, "recorded_ops")
     if sharding.whole:
         return IdleGraph(sharding, ops)
+    budget = sharding.planner.budget if memory_budget is None else 0 if memory_budget == LEAST else memory_budget
+    return plan_recorded(sharding, ops, budget, ahead)
+
+
+def plan_recorded(
+    sharding: Sharding, ops: RecordedOps, budget: int, ahead: int | None = None, *, compiled: bool = False
+) -> CompiledGraph:
+    """Plans and agrees. ``compiled``: the operations are those of compiled graphs. Every rank calls it."""
     agreement = new_agreement(sharding)
     cycles = cycles_of(ops)
     require_same_reads(sharding, cycles)
     first = [cycle for cycle in cycles if cycle.key == cycles[0].key]
-    budget = sharding.planner.budget if memory_budget is None else 0 if memory_budget == LEAST else memory_budget
     options = RecordedOptions(sharding.planner.machine, budget, ahead)
     variant = plan_cycles(sharding, first, ops, options, "order-0")
     agreement.require_same(f"{variant.outcome}, reads {cycles[0].key}", "planned a recorded iteration")
     if variant.step.plan is None:
         raise RuntimeError(f"compile: there is no plan for what was recorded: {variant.step.why_not}")
     assert variant.step.recorded is not None
-    graph = CompiledGraph(sharding, [variant], variant.step.recorded, agreement)
+    graph = CompiledGraph(sharding, [variant], variant.step.recorded, agreement, compiled=compiled)
     for cycle in cycles:
         graph.add_variant(cycle.key, ops)  # other orders that were recorded
     return graph
@@ -78,4 +86,4 @@ def _checked_ahead(value: int | str) -> int | None:
     return value
 
 
-__all__ = ["compile"]
+__all__ = ["compile", "plan_recorded"]

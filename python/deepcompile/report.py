@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pathlib
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -122,6 +124,8 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     rows = [("compiled", f"{len(graphs)} graphs by {options.backend}")]
     if step is None or step.plan is None:
         why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
+        if step is None and engine.profile.why_not:
+            why += f"; {engine.profile.why_not}"
         return [*rows, ("plan", f"none for the step as a whole: {why}")]
     rows += step_rows(step)
     by_size = "by the size of the buckets"
@@ -182,6 +186,20 @@ def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     )
 
 
+def trace_path(path: str | os.PathLike[str]) -> str:
+    """Checked when it is asked for: the step that is traced is worth more than its trace."""
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"trace: {os.fspath(path)!r} is in a folder that does not exist")
+    return os.fspath(path)
+
+
+def write_trace(path: str, events: str) -> None:
+    """Several ranks may write to one path: the file is that of one of them, whole."""
+    temporary = pathlib.Path(f"{path}.{os.getpid()}.part")
+    temporary.write_text(events)
+    temporary.replace(path)
+
+
 def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]) -> str:
     """Chrome's trace format: what the caller waited for, and what ran on the channels."""
     names = {sharded.id: sharded.name for sharded in sharding.params}
@@ -208,4 +226,14 @@ def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-__all__ = ["Explanation", "StepTimes", "explain", "one_line", "predicted_exposed", "step_rows", "trace_events"]
+__all__ = [
+    "Explanation",
+    "StepTimes",
+    "explain",
+    "one_line",
+    "predicted_exposed",
+    "step_rows",
+    "trace_events",
+    "trace_path",
+    "write_trace",
+]

@@ -96,6 +96,13 @@ def give_gradients(module: fx.GraphModule) -> None:
             node.args = (*node.args[:3], True)
 
 
+def share_gathers(module: fx.GraphModule) -> None:
+    """Others may read the memory of what this graph gathers when the graph is done with it."""
+    for node in module.graph.nodes:
+        if node.target is GATHER:
+            node.meta["deepcompile_shared"] = True
+
+
 def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
     """Whether ``value`` and all that it is a view of were made in this graph and have no other reader."""
     while isinstance(value, fx.Node) and value.op == "call_function" and set(value.users) == {reader}:

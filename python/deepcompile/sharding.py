@@ -15,7 +15,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
-    from deepcompile.planning import StepPlanner
+    from deepcompile.planning import CompiledCall, StepPlanner
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -80,6 +80,8 @@ class Sharding:
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
+        #: Runs of compiled graphs that train, while somebody wants to know of them.
+        self.calls: list[CompiledCall] | None = None
         self._trained: list[bool] = []  # what the runtime has gradient buffers for
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None
@@ -262,11 +264,15 @@ def shard(
     for module in model.modules():
         if is_sharded(module):
             raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(f"a {type(module).__name__} averages gradients itself: shard the model inside it (.module)")
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
     found = _find_params(model, checked)
     entries = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
     entries += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
+        _check_hooks(found)
     sharding = Sharding(model, checked, group, agree_on_model(entries, group))
     made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
     for sharded in found:
@@ -278,6 +284,9 @@ def shard(
     for buffer in model.buffers():
         if buffer.numel() > 0:
             _broadcast(buffer, group)
+    if not sharding.whole:
+        for sharded in sharding.params:
+            _refuse_hooks(sharded)
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
@@ -361,6 +370,33 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter '{name}' of dtype {param.dtype} requires a gradient")
 
 
+_NO_HOOKS = (
+    "hooks on sharded parameters would see no gradient, since autograd hands it to the reduction over the ranks. After "
+    "loss.backward(), param.grad is the averaged gradient of this rank's part: change it there, before optimizer.step()"
+)
+
+
+class _RefuseHooks:
+    """Stands where a sharded parameter has ``register_hook``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, hook: Any) -> NoReturn:
+        raise RuntimeError(f"a hook on parameter '{self._name}': {_NO_HOOKS}")
+
+
+def _check_hooks(found: list[ShardedParam]) -> None:
+    for sharded in found:
+        if sharded.param._backward_hooks or sharded.param._post_accumulate_grad_hooks:
+            raise ValueError(f"parameter '{sharded.name}' has a hook: {_NO_HOOKS}")
+
+
+def _refuse_hooks(sharded: ShardedParam) -> None:
+    sharded.param.register_hook = _RefuseHooks(sharded.name)  # type: ignore[method-assign]
+    sharded.param.register_post_accumulate_grad_hook = _RefuseHooks(sharded.name)  # type: ignore[method-assign]
+
+
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
     """A parameter without data becomes one with this rank's part."""
     own = _where_it_travels(sharded, own, sharding)
@@ -402,6 +438,15 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     tensor.copy_(on_host)
 
 
+def _forget_its_graph(param: nn.Parameter) -> None:
+    """While a graph from before sharding lives (a kept loss), autograd keeps the shape that the parameter's gradient had.
+    It lets go of it where the dtype changes.
+    """
+    if param.requires_grad:
+        other = torch.float64 if param.dtype != torch.float64 else torch.float32
+        param.data = torch.empty(0, dtype=other, device=param.device)
+
+
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
     param, group = sharded.param, sharding.group
@@ -411,6 +456,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
     own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
     _scatter(own, parts, group)
+    _forget_its_graph(param)
     param.data = _where_it_travels(sharded, own, sharding)
     param.grad = None
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]

@@ -31,4 +31,9 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return _C.is_shared(tensor)
 
 
-__all__ = ["empty", "is_shared", "zeros"]
+def trim() -> None:
+    """Gives the shared memory of tensors that are gone back to the system. Otherwise it is kept for later ones."""
+    _C.trim_shared()
+
+
+__all__ = ["empty", "is_shared", "trim", "zeros"]

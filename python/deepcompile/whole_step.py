@@ -1,6 +1,7 @@
 """Plans a step with all its micro-batches, of which each runs the same two graphs.
 
-The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next. One
+The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next; it
+assumes, as the runtime does, that reductions run on beside the next forward. One
 micro-batch is then planned beside that: what its graphs do holds for every micro-batch, within the same memory.
 """
 

@@ -86,6 +86,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gathers_launched"] = stats.gathers_launched.load();
   all["gathers_fused"] = stats.gathers_fused.load();
   all["gathers_reused"] = stats.gathers_reused.load();
+  all["gathers_in_place"] = stats.gathers_in_place.load();
   all["gathers_in_backward"] = stats.gathers_in_backward.load();
   all["releases"] = stats.releases.load();
   all["gathered_bytes_live"] = pool.live();
@@ -99,6 +100,7 @@ py::dict statsOf(Runtime& runtime) {
   all["gradients_parked"] = stats.gradients_parked.load();
   all["gradients_in_place"] = stats.gradients_in_place.load();
   all["buckets_flushed"] = stats.buckets_flushed.load();
+  all["backwards_left_running"] = stats.backwards_left_running.load();
   all["activations_freed"] = stats.activations_freed.load();
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
   all["bytes_reloaded"] = stats.bytes_reloaded.load();
@@ -178,8 +180,11 @@ void bindRuntime(py::module_& module) {
       .def("keep_idle_memory", &Runtime::keepIdleMemory, py::arg("keep"))
       .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
+      .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
+      .def("end_reads", &Runtime::endReads, NoGil())
       .def("end_forward", &Runtime::endForward, NoGil())
-      .def("start_backward", &Runtime::startBackward, py::arg("update"), NoGil())
+      .def("start_backward", &Runtime::startBackward, py::arg("update"), py::arg("settle_later") = false, NoGil())
+      .def("settle", &Runtime::settle, NoGil())
       .def("enable_profiling", &Runtime::enableProfiling, py::arg("enable"))
       .def("is_profiling", &Runtime::isProfiling)
       .def("reset", &Runtime::reset, NoGil())

@@ -82,6 +82,7 @@ void bindShm(py::module_& module) {
       [](const std::vector<std::int64_t>& sizes, at::ScalarType dtype) { return emptyShared(sizes, dtype); },
       py::arg("sizes"), py::arg("dtype"), NoGil());
   module.def("is_shared", &isShared, py::arg("tensor"), NoGil());
+  module.def("trim_shared", &trimShared, NoGil());
   module.def(
       "set_inference_group",
       [](StorePtr store, int rank, int size, std::chrono::milliseconds timeout,

@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -78,6 +79,13 @@ class Communicator {
   // copies. Tensors from elsewhere travel as well. Where such memory has run out it is ordinary memory, which is said
   // once.
   virtual at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+  // Gives such memory that lies idle back to the system.
+  virtual void trim() {}
+  // Tensors of these sizes that the calling thread makes from now on (null: none) lie there, as far as it is possible,
+  // whoever makes them.
+  virtual void placeTensors(std::shared_ptr<const std::unordered_set<std::size_t>> sizes_in_bytes) {}
+  // True when `tensor` lies where nothing has to be copied before the peers can read it.
+  virtual bool travelsAsItLies(const at::Tensor& tensor) const { return false; }
   // True when many separate tensors are reduced as fast as the same elements in one piece, so that nothing is gained by
   // packing them first.
   virtual bool takesSeparateTensors() const { return false; }
@@ -92,6 +100,15 @@ class Communicator {
   // orders the change after everybody's reads.
   virtual bool readsPeers() const { return false; }
   virtual void endReads() {}
+
+  // False where joinShards never gives memory.
+  virtual bool joinsShards() const { return false; }
+  // For each of these shards the memory of all ranks' shards, rank after rank, as if gathered: the shards themselves under
+  // other addresses, so that it changes as they do. Null for shards that cannot be had so. All ranks call it with as many
+  // shards of the same sizes, and get memory for the same ones.
+  virtual std::vector<std::shared_ptr<std::byte>> joinShards(std::span<const at::Tensor> shards) {
+    return std::vector<std::shared_ptr<std::byte>>(shards.size());
+  }
 
   // What the communicator has noticed by itself: an error of an operation that was enqueued on a device.
   virtual std::optional<std::string> brokenBy() { return std::nullopt; }

@@ -7,14 +7,11 @@
 namespace dc {
 namespace {
 
-struct Block {
-  std::shared_ptr<shm::SharedHeap> heap;
-  std::byte* data;
-};
-
-void freeBlock(void* context) {
-  const std::unique_ptr<Block> block(static_cast<Block*>(context));
-  block->heap->free(block->data);
+// The context is the memory itself, as callers of raw_allocate() expect.
+void freeBlock(void* memory) {
+  if (shm::SharedHeap* heap = shm::SharedHeap::around(memory); heap != nullptr) {
+    heap->free(static_cast<std::byte*>(memory));
+  }
 }
 
 class SharedAllocator final : public c10::Allocator {
@@ -23,10 +20,10 @@ class SharedAllocator final : public c10::Allocator {
     if (bytes == 0) {
       return {nullptr, c10::Device(c10::kCPU)};
     }
-    auto heap = shm::SharedHeap::ofProcess();
-    std::byte* data = heap->allocate(static_cast<std::int64_t>(bytes));
-    return {data, new Block{std::move(heap), data}, &freeBlock, c10::Device(c10::kCPU)};
+    std::byte* const data = shm::SharedHeap::ofProcess()->allocate(static_cast<std::int64_t>(bytes));
+    return {data, data, &freeBlock, c10::Device(c10::kCPU)};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &freeBlock; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
@@ -52,6 +49,12 @@ bool isShared(const at::Tensor& tensor) {
   const auto heap = shm::SharedHeap::ofProcessIfAny();
   return heap &&
          heap->offsetOf(tensor.const_data_ptr(), static_cast<std::int64_t>(tensor.storage().nbytes()) - begin) >= 0;
+}
+
+void trimShared() {
+  if (const auto heap = shm::SharedHeap::ofProcessIfAny(); heap != nullptr) {
+    heap->trim();
+  }
 }
 
 }  // namespace dc

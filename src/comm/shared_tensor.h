@@ -8,7 +8,7 @@
 
 namespace dc {
 
-// Storages keep the heap alive and may outlive every group. One per process, never destroyed.
+// What it gives out may outlive every group: heaps stay. One per process, never destroyed.
 const std::shared_ptr<c10::Allocator>& sharedAllocator();
 
 // Uninitialised, contiguous.
@@ -16,5 +16,8 @@ at::Tensor emptyShared(at::IntArrayRef sizes, at::ScalarType dtype);
 
 // Whether all elements lie in the heap of this process.
 bool isShared(const at::Tensor& tensor);
+
+// Gives what lies idle in the heap back to the system.
+void trimShared();
 
 }  // namespace dc

@@ -1,18 +1,25 @@
 #include "deepcompile/comm/shm_communicator.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/log.h"
+#include "deepcompile/comm/shared_placement.h"
 #include "deepcompile/comm/shared_tensor.h"
 #include "deepcompile/comm/shm_tensors.h"
 #include "deepcompile/shm/collectives.h"
+#include "deepcompile/shm/joined_memory.h"
 
 namespace dc {
 namespace {
+
+// A process may have about 65,000 mappings; most are left to others.
+constexpr std::int64_t kMostMappings = 16384;
 
 class ShmCommunicator final : public Communicator {
  public:
@@ -37,10 +44,48 @@ class ShmCommunicator final : public Communicator {
     }
   }
 
+  void trim() override { trimShared(); }
+  void placeTensors(std::shared_ptr<const std::unordered_set<std::size_t>> sizes) override {
+    placeShared(std::move(sizes));
+  }
+  bool travelsAsItLies(const at::Tensor& tensor) const override { return isShared(tensor); }
   bool takesSeparateTensors() const override { return true; }
 
   // Sums of 16-bit types are taken in fp32, and halves and quarters are exact: the order makes no difference.
   bool averageDividesFirst() const override { return std::has_single_bit(static_cast<unsigned>(size())); }
+
+  bool joinsShards() const override { return true; }
+  std::vector<std::shared_ptr<std::byte>> joinShards(std::span<const at::Tensor> shards) override {
+    const std::vector<std::vector<std::int64_t>> offsets = exchangeOffsets(shards);
+    std::vector<std::shared_ptr<std::byte>> joined(shards.size());
+    std::string failed;
+    std::int64_t mappings = 0;
+    for (std::size_t i = 0; i < shards.size() && failed.empty(); ++i) {
+      const bool everywhere = std::all_of(offsets.begin(), offsets.end(), [&](const auto& of) { return of[i] >= 0; });
+      if (!everywhere || mappings + size() > kMostMappings) {
+        continue;
+      }
+      std::vector<shm::SharedPiece> pieces;
+      for (int r = 0; r < size(); ++r) {
+        pieces.push_back({group_->heapOf(r) + offsets[static_cast<std::size_t>(r)][i], bytesOf(shards[i])});
+      }
+      try {
+        // The group maps the peers' heaps, and the pages outlive it.
+        const auto memory = std::make_shared<shm::JoinedMemory>(pieces);
+        joined[i] = std::shared_ptr<std::byte>(memory, memory->data());
+        mappings += size();
+      } catch (const Error& error) {
+        failed = error.what();
+      }
+    }
+    for (const std::string& other : exchangeAny(failed)) {
+      if (!other.empty()) {
+        log(LogLevel::Warning, concat("rank ", rank(), ": parameters are copied to be gathered: ", other));
+        return std::vector<std::shared_ptr<std::byte>>(shards.size());
+      }
+    }
+    return joined;
+  }
 
   // What one rank gives up the others cannot go on with either.
   void abort() override { group_->poison(concat("rank ", rank(), " has aborted the group '", group_->name(), "'")); }
@@ -112,6 +157,24 @@ class ShmCommunicator final : public Communicator {
   }
 
  private:
+  // Where every rank's shards lie in its heap, by rank; below 0 for those that cannot be mapped a second time.
+  std::vector<std::vector<std::int64_t>> exchangeOffsets(std::span<const at::Tensor> shards) {
+    std::vector<std::int64_t> mine;
+    for (const at::Tensor& shard : shards) {
+      const std::int64_t offset = group_->heap().offsetOf(shard.const_data_ptr(), bytesOf(shard));
+      mine.push_back(shm::JoinedMemory::wholePages(offset, bytesOf(shard)) ? offset : -1);
+    }
+    std::vector<std::vector<std::int64_t>> all;
+    for (const std::string& other :
+         exchange(std::string(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(std::int64_t)))) {
+      std::vector<std::int64_t>& offsets = all.emplace_back(shards.size());
+      if (!other.empty()) {
+        std::memcpy(offsets.data(), other.data(), other.size());
+      }
+    }
+    return all;
+  }
+
   // With the deadline of now.
   shm::Group& group() {
     group_->setTimeout(std::chrono::milliseconds(static_cast<std::int64_t>(timeout() * 1000)));

@@ -2,6 +2,11 @@
 //
 // A gather's gradient is reduced, not returned: the shard's own gradient appears when the backward ends, so that
 // reductions can be bucketed and overlapped (docs/runtime.md, "Gradients"). The waits and the release are identities.
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -80,6 +85,21 @@ at::Tensor allgatherParamAutograd(const at::Tensor& a, std::int64_t graph_id, st
   return op.call(a, graph_id, id, dtype);
 }
 
+// In eager code torch.autograd.grad(loss, parameters) would find nothing: gradients of shards do not pass through the
+// graph.
+void checkNotAskedFor() {
+  const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
+  const auto node = torch::autograd::get_current_node();
+  if (nodes == nullptr || nodes->empty() || node == nullptr || node->num_outputs() == 0) {
+    return;
+  }
+  const auto found = nodes->find(node->next_edge(0).function.get());
+  check(found == nodes->end() || found->second.captures_ == nullptr,
+        "torch.autograd.grad was asked for the gradient of a sharded parameter, which is reduced over the ranks and is "
+        "in "
+        "param.grad after loss.backward(): call that");
+}
+
 // The engine's gather. An eager backward knows the parameter by its id; a traced one by the shard, which is an input of
 // the traced graph, so that no id is written into it.
 struct GatherShard : torch::autograd::Function<GatherShard> {
@@ -110,6 +130,7 @@ struct GatherShard : torch::autograd::Function<GatherShard> {
           typedOp<at::Tensor(const at::Tensor&, const at::Tensor&, std::int64_t, bool)>("dc::reduce_shard");
       op.call(grads[0], context->get_saved_variables()[0], graph_id, /*given=*/false);
     } else {
+      checkNotAskedFor();
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       reduceGradOfGather(grads[0], graph_id, id->second.toInt(), /*given=*/true);
     }
@@ -223,23 +244,50 @@ SavedTensorHooks& savedTensorHooks() {
   return hooks;
 }
 
-std::int64_t currentAutogradTask() { return torch::autograd::get_current_graph_task_id(); }
+namespace {
+
+// An autograd run of this thread. Its callbacks own it, so it is gone when the run has ended, in an error too.
+struct AutogradRun {
+  std::int64_t task;
+  std::vector<std::int64_t> graphs;  // whose backward ends with it
+  bool ended = false;
+};
+
+// The outermost run; null outside of one. Two runs at once in one thread are nested.
+std::shared_ptr<AutogradRun> outermostRun() {
+  thread_local std::weak_ptr<AutogradRun> known;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) {
+    return nullptr;
+  }
+  std::shared_ptr<AutogradRun> run = known.lock();
+  if (run == nullptr || run->ended) {
+    run = std::make_shared<AutogradRun>(AutogradRun{task, {}});
+    known = run;
+    torch::autograd::Engine::get_default_engine().queue_callback([run] {
+      run->ended = true;
+      for (const std::int64_t graph_id : std::exchange(run->graphs, {})) {
+        endBackward(graph_id);
+      }
+    });
+  }
+  return run;
+}
+
+}  // namespace
+
+bool insideAutograd() { return outermostRun() != nullptr; }
+
+std::int64_t outermostAutogradTask() {
+  const auto run = outermostRun();
+  return run == nullptr ? -1 : run->task;
+}
 
 void endWithAutograd(std::int64_t graph_id) {
-  if (torch::autograd::get_current_graph_task_id() < 0) {
-    return;
+  const auto run = outermostRun();
+  if (run != nullptr && std::find(run->graphs.begin(), run->graphs.end(), graph_id) == run->graphs.end()) {
+    run->graphs.push_back(graph_id);
   }
-  // One callback per gradient would do no harm (ending twice is ending once) but cost; one per graph and backward is
-  // enough.
-  thread_local std::int64_t last_graph = -1;
-  thread_local int last_task = -1;
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (last_graph == graph_id && last_task == task) {
-    return;
-  }
-  last_graph = graph_id;
-  last_task = task;
-  torch::autograd::Engine::get_default_engine().queue_callback([graph_id] { endBackward(graph_id); });
 }
 
 }  // namespace dc::ops

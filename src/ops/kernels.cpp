@@ -44,6 +44,7 @@ class Locked {
 
 at::Tensor allgatherParam(const at::Tensor&, std::int64_t graph_id, std::int64_t id,
                           std::optional<at::ScalarType> dtype) {
+  insideAutograd();
   return Locked(graph_id).z3("allgather_param").allgatherParam(id, dtype);
 }
 
@@ -72,7 +73,7 @@ namespace {
 // `given`: nobody writes to the gradient's memory any more.
 at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given) {
   CustomOpExecutor& executor = locked.executor();
-  executor.noteAutogradTask(currentAutogradTask());
+  executor.noteAutogradTask(outermostAutogradTask());
   at::Tensor result = given ? executor.reduceGivenGrad(grad, id) : executor.reduceGrad(grad, id);
   if (executor.backwardImplicit() && executor.backwardOpen()) {
     endWithAutograd(locked.graph().id);
@@ -142,7 +143,7 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntAr
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   const Locked locked(graph_id);
   const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
-  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, currentAutogradTask() >= 0);
+  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, insideAutograd());
   const DSParam& param = locked.graph().runtime->registry().getParam(id);
   check(gathered.sizes() == shape, [&] {
     return concat("gather_shard: ", param.describe(), " was asked for in shape [", join_as_str(shape, ", "), "]");
@@ -164,7 +165,7 @@ void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vec
   for (const at::Tensor& shard : shards) {
     ids.push_back(locked.graph().runtime->registry().idOf(shard));
   }
-  locked.z3("prefetch_shards").prefetchShards(ids, dtypes, currentAutogradTask() >= 0);
+  locked.z3("prefetch_shards").prefetchShards(ids, dtypes, insideAutograd());
 }
 
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {

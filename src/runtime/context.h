@@ -15,6 +15,7 @@
 #include "deepcompile/runtime/stats.h"
 #include "deepcompile/runtime/stream.h"
 #include "deepcompile/runtime/timeline.h"
+#include "deepcompile/runtime/unsettled.h"
 
 namespace dc {
 
@@ -32,6 +33,7 @@ class Context {
   const std::shared_ptr<LateError> late_error = std::make_shared<LateError>();
   const std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
   const std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(timeline);
+  const std::shared_ptr<Unsettled> unsettled = std::make_shared<Unsettled>();
   Stats stats;
 
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.

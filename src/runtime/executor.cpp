@@ -61,7 +61,24 @@ void CustomOpExecutor::abandonBackward() {
   copied_.forget();
   reduced_from_.forget();
   reduce_buckets_->forget(this);
+  comm_->placeTensors(nullptr);
   backward_open_ = false;
+}
+
+void CustomOpExecutor::placeGradients() {
+  if (comm_->size() == 1 || !comm_->takesSeparateTensors() || !sendsTasksOneByOne() || dividesBucket()) {
+    return;
+  }
+  if (gradient_bytes_ == nullptr) {
+    std::unordered_set<std::size_t> sizes;
+    for (const std::int64_t id : order_->expected()) {
+      const DSParam& param = param_registry_->getParam(id);
+      sizes.insert(static_cast<std::size_t>(param.numel()) * c10::elementSize(param.getReduceDtype()));
+    }
+    sizes.erase(0);
+    gradient_bytes_ = std::make_shared<const std::unordered_set<std::size_t>>(std::move(sizes));
+  }
+  comm_->placeTensors(gradient_bytes_);
 }
 
 void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
@@ -72,6 +89,7 @@ void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
 }
 
 void CustomOpExecutor::openBackward(bool update) {
+  settle();
   // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
   // in an update but never ended counts too.
   if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
@@ -91,6 +109,7 @@ void CustomOpExecutor::openBackward(bool update) {
     order_.emplace(std::move(reversed));
     placeFlushes();
   }
+  placeGradients();
   order_->begin();
   entered_ = 0;
   present_.clear();
@@ -265,7 +284,9 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
 bool CustomOpExecutor::goesAsItIs(const DSParam& param, const at::Tensor& grad) const {
   return comm_->takesSeparateTensors() && sendsTasksOneByOne() && !dividesBucket() && grad.defined() &&
          grad.scalar_type() == param.getReduceDtype() && param.numel() == param.getPaddedNumel() &&
-         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg();
+         grad.is_contiguous() && !grad.is_conj() && !grad.is_neg() &&
+         // Of gradients that are made where they travel from, one that is not would hold up the rest of its bucket.
+         (gradient_bytes_ == nullptr || comm_->travelsAsItLies(grad));
 }
 
 void CustomOpExecutor::blockCopyEvents(at::ScalarType) {
@@ -428,6 +449,7 @@ void CustomOpExecutor::endBackward() {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   backward_open_ = false;
+  comm_->placeTensors(nullptr);
   if (param_updated_) {
     param_registry_->setUpdateFollowed(true);
   }
@@ -453,6 +475,13 @@ void CustomOpExecutor::endBackward() {
   }
   last_presence_.reset();
   flushAllReduceBuckets();
+  context_->warm = true;
+  if (mayLeaveRunning()) {
+    unsettled_ = true;
+    context_->unsettled->setPending(true);
+    context_->stats.backwards_left_running.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
   context_->await(rs_stream_->record());
   copied_.letGo(*context_, 0);
   reduced_from_.letGo(*context_, 0);
@@ -463,7 +492,6 @@ void CustomOpExecutor::endBackward() {
   if (!order_learned_ && comm_->size() > 1) {
     learnOrder();
   }
-  context_->warm = true;
 }
 
 }  // namespace dc

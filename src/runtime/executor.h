@@ -44,15 +44,29 @@ class CustomOpExecutor {
 
   virtual void startForward() {}
   virtual void endForward() {}
+  // No rank changes a shard from here until the backward before an update ends: they may be read where they lie. Called
+  // by all ranks, before each forward of which that is known.
+  // `hold` false: that ends here.
+  virtual void holdShards(bool hold) {}
+  // Orders changes of shards after all that was read of them in place. All ranks call it.
+  virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update);
-  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it. Does
-  // nothing when no backward is open.
+  // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or
+  // leaves that to settle). Does nothing when no backward is open.
   virtual void endBackward();
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
   // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
   at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+
+  // The backward that is opened next may end without a wait for its reductions; settle has it. The same on all ranks.
+  void settleLater(bool later) { settle_later_ = later; }
+  // Waits for what the last backward left running and does what was to be done after it. All ranks call it before they
+  // open the next backward; gradients that some rank had beyond the expected ones are reduced here.
+  void settle();
+  // The same at a moment of this rank's own. Throws when there are gradients beyond the expected ones.
+  void settleAlone();
 
   // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
   // up.
@@ -98,6 +112,11 @@ class CustomOpExecutor {
   // The gradient that enters the bucket: `grad` (undefined: none) and what was kept on this rank.
   virtual at::Tensor withLocal(const DSParam& param, at::Tensor grad) { return grad; }
 
+  // The caller is ordered after all reductions of the last backward.
+  virtual void reductionsSettled() {}
+  // True between a backward that ended without a wait for its reductions and settle.
+  bool unsettled() const { return unsettled_; }
+
   void flushAllReduceBuckets();
   // The reduction waits for the copies into the bucket.
   void blockCopyEvents(at::ScalarType scalar_type);
@@ -136,6 +155,8 @@ class CustomOpExecutor {
   void enter(const ArrivedGradient& arrived);
   // The next gradients of the expected order; flushes where a planned bucket ends.
   void enterInOrder(const std::vector<ArrivedGradient>& arrived);
+  // While a backward is open on this thread its gradients are made where they travel from.
+  void placeGradients();
   // True when the gradient can be reduced from its own memory.
   bool goesAsItIs(const DSParam& param, const at::Tensor& grad) const;
   // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
@@ -145,6 +166,11 @@ class CustomOpExecutor {
   // Where in the expected order the planned buckets end.
   void placeFlushes();
   void readPresence();
+  // True when the open backward may end without a wait. Never depends on the rank: where gradients come beyond the
+  // expected ones, all ranks meet at the same place.
+  bool mayLeaveRunning() const;
+  bool anySurplus(bool mine);
+  void finishSettling();
 
   // Which parameters of a flushed bucket any rank had a gradient for: read only when this rank lacked one.
   struct Presence {
@@ -155,6 +181,7 @@ class CustomOpExecutor {
   std::unordered_set<std::int64_t> members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
+  std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
   std::vector<std::vector<std::int64_t>> planned_buckets_;
   std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
   std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
@@ -170,6 +197,9 @@ class CustomOpExecutor {
   std::vector<Presence> presence_;
   std::shared_ptr<const at::Tensor> last_presence_;  // of the bucket that was flushed last
   std::unordered_set<std::int64_t> without_gradient_;
+  bool settle_later_ = false;
+  bool unsettled_ = false;
+  bool had_surplus_ = false;  // then every backward is waited for
 };
 
 // The executor of a graph as type T; an error when there is none or it is of another stage.

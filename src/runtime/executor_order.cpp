@@ -23,25 +23,30 @@ void CustomOpExecutor::enterInOrder(const std::vector<ArrivedGradient>& arrived)
   }
 }
 
+bool CustomOpExecutor::anySurplus(bool mine) {
+  if (context_->device_order) {
+    // Reading what the others said would stop the host in every backward. So here gradients beyond the expected ones
+    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline.
+    return mine;
+  }
+  if (last_presence_ != nullptr) {
+    return (*last_presence_)[last_presence_->numel() - 1].item<double>() > 0;
+  }
+  bool any = false;
+  for (const std::string& other : comm_->exchange(std::string(1, mine ? 'y' : 'n'))) {
+    any = any || other == "y";
+  }
+  return any;
+}
+
 // Gradients beyond those that all ranks expect: some ranks may have them and others not. That there are any at all was
 // said with the last bucket; only then do the ranks tell each other which. The reduce stream is idle.
 void CustomOpExecutor::reduceSurplus() {
   std::vector<ArrivedGradient> surplus = order_->takeSurplus();
-  bool any = false;
-  if (context_->device_order) {
-    // Reading what the others said would stop the host in every backward. So here gradients beyond the expected ones
-    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline.
-    any = !surplus.empty();
-  } else if (last_presence_ != nullptr) {
-    any = (*last_presence_)[last_presence_->numel() - 1].item<double>() > 0;
-  } else {
-    for (const std::string& other : comm_->exchange(std::string(1, surplus.empty() ? 'n' : 'y'))) {
-      any = any || other == "y";
-    }
-  }
-  if (!any) {
+  if (!anySurplus(!surplus.empty())) {
     return;
   }
+  had_surplus_ = true;
   std::vector<std::int64_t> mine;
   std::map<std::int64_t, std::vector<at::Tensor>> gradients;
   for (ArrivedGradient& arrived : surplus) {
@@ -103,6 +108,7 @@ void CustomOpExecutor::learnOrder() {
   }
   order_->expect(std::move(order));
   order_learned_ = true;
+  had_surplus_ = false;  // in the first backward: a parameter that is read twice
   placeFlushes();
 }
 
@@ -147,6 +153,7 @@ void CustomOpExecutor::forgetOrder() {
   abandonBackward();  // of the plain loop: it ended in an error
   order_.reset();
   order_learned_ = false;
+  gradient_bytes_.reset();
 }
 
 void CustomOpExecutor::placeFlushes() {

@@ -31,7 +31,7 @@ std::uint64_t checksum(const Buffer& buffer) {
 // Lives in the context of the storage's data pointer, with and without memory.
 struct Owner {
   GatherKey key;
-  std::shared_ptr<BufferPool> pool;
+  std::shared_ptr<BufferPool> pool;  // null: the memory is not the pool's
   std::optional<Buffer> buffer;
   // What to say to a writer; null: it may write.
   std::shared_ptr<const std::string> read_only;
@@ -53,7 +53,10 @@ struct Owner {
       if (recorder != nullptr) {
         recorder->release(key.id, key.dtype, buffer->bytes);
       }
-      pool->give(*std::exchange(buffer, std::nullopt));
+      Buffer memory = *std::exchange(buffer, std::nullopt);
+      if (pool != nullptr) {
+        pool->give(std::move(memory));
+      }
     }
   }
 };
@@ -101,6 +104,15 @@ at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const G
   auto* owner = new Owner{key,     std::move(pool), std::move(buffer),  nullptr, Writing::Forbidden,
                           nullptr, std::nullopt,    std::move(recorder)};
   return tensorOver(c10::DataPtr(memory, owner, &deleteOwner, device), bytes, shape, key.dtype, device);
+}
+
+at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
+                       at::IntArrayRef shape, std::shared_ptr<Recorder> recorder) {
+  using Holder = std::shared_ptr<std::byte>;
+  std::byte* const data = memory.get();
+  c10::DataPtr pointer(
+      data, new Holder(std::move(memory)), [](void* holder) { delete static_cast<Holder*>(holder); }, at::kCPU);
+  return makeGathered(nullptr, {std::move(pointer), bytes, Event()}, key, shape, at::kCPU, std::move(recorder));
 }
 
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor) {

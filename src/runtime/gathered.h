@@ -4,6 +4,7 @@
 // "parameter 3 in bf16" and gathered again, and a read after the release names the parameter.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -30,6 +31,10 @@ struct GatherKey {
 // tensor over it is gone, whichever comes first; `recorder`, if any, is told.
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
                         at::Device device, std::shared_ptr<Recorder> recorder = nullptr);
+
+// The same over the shards themselves, which nobody owns here and which stay: `memory` is let go of, not given back.
+at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
+                       at::IntArrayRef shape, std::shared_ptr<Recorder> recorder = nullptr);
 
 // The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);

@@ -14,7 +14,7 @@ void DSParamRegistry::registerParam(std::int64_t ds_id, const std::vector<std::i
     grad_buffer.zero_();
   }
   if (ds_tensor.numel() > 0) {
-    ids_by_place_.emplace(placeOf(ds_tensor), ds_id);
+    ids_by_place_.emplace(placeOf(ds_tensor), Placed{ds_id, ds_tensor.storage().getWeakStorageImpl()});
   }
   entries_.emplace(ds_id, Entry{DSParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned,
                                         offset, persistent),
@@ -30,11 +30,13 @@ DSParamRegistry::Place DSParamRegistry::placeOf(const at::Tensor& shard) {
 std::int64_t DSParamRegistry::idOf(const at::Tensor& shard) const {
   const auto found = ids_by_place_.find(placeOf(shard));
   check(found != ids_by_place_.end(), [&] {
-    return concat("a tensor of ", shard.numel(), " elements of dtype ", shard.scalar_type(),
-                  " stands where the shard of a parameter was registered, but is not that shard. Was the sharded model "
-                  "copied (deepcopy), moved or cast? Do that before it is sharded");
+    return concat(
+        "a tensor of ", shard.numel(), " elements of dtype ", shard.scalar_type(),
+        " stands where the shard of a parameter was registered, but is not that shard. Was the sharded model "
+        "copied, moved or cast, or other memory put under a parameter (param.data = ...)? Do the former before "
+        "it is sharded, and in place of the latter copy into the shard (param.copy_(...) under no_grad)");
   });
-  return found->second;
+  return found->second.id;
 }
 
 const DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) const {

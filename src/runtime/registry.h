@@ -77,7 +77,13 @@ class DSParamRegistry {
   static Place placeOf(const at::Tensor& shard);
 
   std::unordered_map<std::int64_t, Entry> entries_;
-  std::map<Place, std::int64_t> ids_by_place_;
+  // The place's storage is held weakly: its address is not used for another storage while the registry compares with
+  // it.
+  struct Placed {
+    std::int64_t id;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  };
+  std::map<Place, Placed> ids_by_place_;
   std::vector<std::int64_t> ids_;
   std::unordered_map<std::int64_t, bool> accumulated_;
   bool update_followed_ = true;

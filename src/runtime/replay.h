@@ -77,6 +77,7 @@ class ReplayFollower {
   void addVariant(ReplayVariant variant);
   std::size_t variants() const { return variants_.size(); }
   const std::unordered_set<std::int64_t>& persistent() const { return persistent_; }
+  bool isLeaf(std::int64_t id) const { return leaves_.count(id) > 0; }
 
   // A cycle begins at its first read. `current`: persistent parameters that need no gather in it.
   bool inCycle() const { return in_cycle_; }

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -69,6 +70,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
     keepFreedMemory();
   }
   context_->device_order = !device_.is_cpu();
+  context_->unsettled->settleBy([this] { settle(); });
   context_->timeline->useDevice(device_);
   if (channels_.control == nullptr) {
     channels_.control = channels_.gather;
@@ -122,7 +124,7 @@ std::string Runtime::facts() const {
 
 Runtime::~Runtime() { close(); }
 
-void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up; make a new one with dc.init"); }
+void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up (engine.close(), dc.cleanup()); make a new engine, or call dc.init"); }
 
 void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
                        at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent,
@@ -298,6 +300,7 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
   }
   for (const auto& [graph_id, executor] : executors_) {
     if (executor->hasParam(ds_id)) {
+      executor->settleAlone();
       executor->forgetOrder();
     }
   }
@@ -333,6 +336,21 @@ void Runtime::startForward() {
   }
 }
 
+void Runtime::holdShards(bool hold) {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->holdShards(hold);
+  }
+}
+
+void Runtime::endReads() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->endReads();
+  }
+  context_->await(gather_stream_->record());
+}
+
 void Runtime::endForward() {
   const std::lock_guard lock(context_->mutex);
   for (const auto& [graph_id, executor] : executors_) {
@@ -340,13 +358,32 @@ void Runtime::endForward() {
   }
 }
 
-void Runtime::startBackward(bool update) {
+void Runtime::startBackward(bool update, bool settle_later) {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();
+  if (context_->unsettled->pending()) {
+    std::map<std::int64_t, CustomOpExecutor*> in_order;  // settling may need all ranks
+    for (const auto& [graph_id, executor] : executors_) {
+      in_order[graph_id] = executor.get();
+    }
+    for (const auto& [graph_id, executor] : in_order) {
+      executor->settle();
+    }
+    context_->unsettled->setPending(false);
+  }
   update_pending_ = update_pending_ || update;
   for (const auto& [graph_id, executor] : executors_) {
+    executor->settleLater(settle_later && !update);
     executor->startBackward(update);
   }
+}
+
+void Runtime::settle() {
+  const std::lock_guard lock(context_->mutex);
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->settleAlone();
+  }
+  context_->unsettled->setPending(false);
 }
 
 void Runtime::freeGathered(std::int64_t ds_id) {
@@ -373,7 +410,13 @@ void Runtime::clearAllGatheredParams() {
 }
 
 void Runtime::reset() {
+  settle();
+  forgetGraphs();
+}
+
+void Runtime::forgetGraphs() {
   const std::lock_guard lock(context_->mutex);
+  context_->unsettled->setPending(false);
   for (const auto& [graph_id, executor] : executors_) {
     GraphTable::global().remove(graph_id);
   }
@@ -405,7 +448,13 @@ void Runtime::close() {
   if (!open_) {
     return;
   }
-  reset();
+  try {
+    settle();
+  } catch (const std::exception& error) {
+    log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
+  }
+  context_->unsettled->settleBy(nullptr);
+  forgetGraphs();
   for (const auto& stream : {gather_stream_, reduce_stream_, offload_stream_, reload_stream_}) {
     try {
       stream->synchronize(context_->deadline());
@@ -424,6 +473,7 @@ void Runtime::close() {
   open_ = false;
   pool_->trim();
   reduce_buckets_->clear();
+  channels_.reduce->trim();
 }
 
 namespace {

@@ -68,11 +68,23 @@ class Runtime {
                       std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
   // See BufferPool::keepIdle; of memory for gathered parameters.
   void keepIdleMemory(bool keep) { pool_->keepIdle(keep); }
-  // The peak of gathered bytes counts from now on.
-  void resetGatheredPeak() { pool_->resetCounts(); }
+  // The peak of gathered bytes counts from now on, and what the pool holds by it.
+  void resetGatheredPeak() {
+    pool_->resetCounts();
+    pool_->forgetMost();
+  }
   void startForward();
+  // See CustomOpExecutor::holdShards; after startForward.
+  void holdShards(bool hold);
+  // Returns when every rank has done with what it read of shards in place. All ranks call it.
+  void endReads();
   void endForward();
-  void startBackward(bool update);
+  // With `settle_later` a backward that no update follows ends without a wait for its reductions: the next backward, a
+  // read of a gradient of a ZeRO-3 shard, or settle() waits for them. The same on all ranks.
+  void startBackward(bool update, bool settle_later = false);
+  // Waits for the reductions that backwards have left running. On this rank alone, so an error when some rank had more
+  // gradients than expected, which only the next backward can put in order.
+  void settle();
   void enableProfiling(bool enable) { context_->profiling = enable; }
   bool isProfiling() const { return context_->profiling; }
   // Forgets all graphs and gathered parameters; the parameters stay.
@@ -114,6 +126,7 @@ class Runtime {
   void addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
   void checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const;
   void freeGathered(std::int64_t ds_id);
+  void forgetGraphs();
   void checkOpen() const;
   std::string facts() const;
   std::shared_ptr<Watchdog> makeWatchdog();

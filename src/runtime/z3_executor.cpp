@@ -26,9 +26,14 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
                        std::move(ds_ids), std::move(comm), std::move(rs_stream), std::move(copy_stream), pre_div_reduce,
                        std::move(context)),
       graph_id_(graph_id),
-      gather_(std::move(gather)) {}
+      gather_(std::move(gather)),
+      in_place_(gather_.comm, gather_.stream, context_, param_registry_, ds_ids_) {}
 
-void Z3CustomOpExecutor::startForward() { uses_.clear(); }
+void Z3CustomOpExecutor::startForward() {
+  uses_.clear();
+  in_place_.hold(false);
+  comm_->placeTensors(nullptr);  // a backward that failed may have left it on
+}
 
 void Z3CustomOpExecutor::startBackward(bool update) {
   CustomOpExecutor::startBackward(update);
@@ -76,13 +81,18 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   const DSParam& param = param_registry_->getParam(wanted.id);
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t padded = param.getPaddedNumel();
+  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
+  if (auto memory = in_place_.find(wanted.id, wanted.dtype); memory != nullptr) {
+    context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+    const std::int64_t bytes = padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
+    return {GatherPart(), makeInPlace(std::move(memory), bytes, key, param.getShape(), context_->recorder)};
+  }
   Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
   if (!buffer.free_after.trivial()) {
     gather_.stream->wait(buffer.free_after, context_->deadline());
   }
   GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
                   rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
-  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
   return {std::move(part),
           makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder)};
 }
@@ -128,14 +138,19 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
     copyParts(copies);
     return Event();
   }
-  if (context_->config.sync_before_allgather) {
-    gather_.stream->synchronize(context_->deadline());
-  }
   std::vector<std::int64_t> ids;
   std::vector<GatherPart> parts;
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    ids.push_back(wanted[i].id);
-    parts.push_back(launched[i].part);
+    if (launched[i].part.full.defined()) {
+      ids.push_back(wanted[i].id);
+      parts.push_back(launched[i].part);
+    }
+  }
+  if (parts.empty()) {
+    return Event();  // all of them are read in place
+  }
+  if (context_->config.sync_before_allgather) {
+    gather_.stream->synchronize(context_->deadline());
   }
   std::string signature =
       context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
@@ -190,6 +205,9 @@ void Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted) {
     GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
     copy.ready = ready;
     copy.waited = context_->config.sync_after_allgather;
+    if (!launched[i].part.full.defined()) {
+      read_in_place_.push_back(wanted[i]);
+    }
   }
 }
 
@@ -375,6 +393,9 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
 
 void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
                                         const std::vector<at::ScalarType>& dtypes, bool backward) {
+  if (follower_ != nullptr && !ds_ids.empty() && !follower_->isLeaf(ds_ids[0])) {
+    return;  // planned for one compiled graph; what is followed is planned for the whole step
+  }
   if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
     const Timeline::Mark mark = context_->recorder->mark();
     followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
@@ -444,6 +465,10 @@ void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
   if (holders > 0) {
     return;  // another graph means to read it
   }
+  forgetCopy(wanted);
+}
+
+void Z3CustomOpExecutor::forgetCopy(const Wanted& wanted) {
   auto& copies = param_registry_->gatheredCopies(wanted.id);
   copies.erase(std::remove_if(copies.begin(), copies.end(),
                               [&](const GatheredParam& copy) { return copy.tensor.scalar_type() == wanted.dtype; }),
@@ -530,7 +555,17 @@ void Z3CustomOpExecutor::endBackward() {
         *gather_.stream, [place = place()] { return concat("ending the reads of shards on ", place); },
         [comm = gather_.comm] { comm->endReads(); });
   }
-  context_->await(gather_.stream->record());
+  if (param_updated_) {
+    endReads();
+  }
+  if (unsettled()) {
+    // The shards stay as they are, and so nobody has to know when the gathers have read them.
+    for (const std::int64_t id : ds_ids_) {
+      settleBeforeReads(param_registry_->getParam(id).getDSTensor(), context_->unsettled);
+    }
+  } else {
+    context_->await(gather_.stream->record());
+  }
   for (const std::int64_t id : reloading_) {
     param_registry_->getParam(id).getDSTensor();
   }
@@ -542,11 +577,23 @@ void Z3CustomOpExecutor::endBackward() {
   for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
     drop(id, ReleasedSize::Zero);
   }
-  if (!context_->profiling && communicates()) {
+  if (!context_->profiling && communicates() && !unsettled()) {
     publishGradients();
   }
   reduced_.clear();
   context_->recorder->add(RecordedOp::Kind::End, -1, at::kFloat, 0, true, mark);
+}
+
+void Z3CustomOpExecutor::endReads() {
+  for (const Wanted& wanted : std::exchange(read_in_place_, {})) {
+    forgetCopy(wanted);
+  }
+  in_place_.end();
+}
+
+void Z3CustomOpExecutor::reductionsSettled() {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  publishGradients();
 }
 
 // The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.
@@ -583,6 +630,7 @@ void Z3CustomOpExecutor::offloadParameter(std::int64_t ds_id) {
   if (param.isOffloaded()) {
     return;
   }
+  endReads();
   context_->await(gather_.stream->record());  // no gather may be reading it
   context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(param.getDSTensor().nbytes()),
                                             std::memory_order_relaxed);

@@ -12,6 +12,7 @@
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/local_gradients.h"
 #include "deepcompile/runtime/replay.h"
+#include "deepcompile/runtime/shards_in_place.h"
 #include "deepcompile/runtime/tensor_offload.h"
 
 namespace dc {
@@ -37,6 +38,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // stay gathered this is ZeRO-1.
   void reduceAtUpdate() { reduce_at_update_ = true; }
   void startForward() override;
+  void holdShards(bool hold) override { in_place_.hold(hold); }
+  void endReads() override;
   void startBackward(bool update) override;
   void endBackward() override;
   at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
@@ -58,7 +61,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // until the shard changes. A copy that a prefetch has started is waited for and handed over. `backward`: called in a
   // backward pass (a forward that is run again).
   at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false);
-  // prefetchParamsFused on the program's own behalf, not the plan's.
+  // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the whole
+  // step is followed, the latter is left to that.
   void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
                       bool backward);
 
@@ -82,6 +86,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void flushReduceBucket(at::ScalarType scalar_type) override { reduceToOwners(scalar_type); }
   bool sendsTasksOneByOne() const override { return true; }
   bool communicates() const override { return !reduce_at_update_ || param_updated_; }
+  void reductionsSettled() override;
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
 
@@ -96,7 +101,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   };
   // A gather that has been given its memory.
   struct Launched {
-    GatherPart part;    // the shard as it is, and the memory as a flat tensor
+    GatherPart part;    // the shard as it is, and the memory as a flat tensor; undefined where nothing has to be moved
     at::Tensor tensor;  // the same memory as the parameter
   };
   Launched prepare(const Wanted& wanted);
@@ -112,6 +117,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void publishGradients();
   // Stops keeping the copy; its memory lives on in the tensors that were handed out.
   void letGo(const Wanted& wanted);
+  void forgetCopy(const Wanted& wanted);
   at::Tensor handOut(const GatheredParam& copy) const;
   void awaitCopy(GatheredParam& copy);
   // Does what the plan does before this read.
@@ -122,6 +128,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
 
   const std::int64_t graph_id_;
   const GatherResources gather_;
+  ShardsInPlace in_place_;
+  std::vector<Wanted> read_in_place_;  // copies of the registry that are the shards themselves
   bool reduce_at_update_ = false;
   LocalGradients local_;
   std::shared_ptr<ReplayFollower> follower_;

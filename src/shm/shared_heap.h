@@ -26,12 +26,18 @@ class SharedHeap {
   // The same where it has been made already, or nothing.
   static std::shared_ptr<SharedHeap> ofProcessIfAny();
 
+  // The heap of this process or, in a forked child, of one that it came from, in which `data` lies; null: none.
+  static SharedHeap* around(const void* data);
+
   // `capacity` is address space; memory is taken as it is allocated.
   explicit SharedHeap(std::int64_t capacity);
 
-  // Memory that exists: throws when there is not enough, and says how much is. Aligned to 128 bytes.
+  // Memory that exists: throws when there is not enough, and says how much is. Aligned to 128 bytes, from a
+  // page's size on to pages.
   std::byte* allocate(std::int64_t bytes);
   void free(std::byte* block);
+  // Gives the memory of all free blocks back to the system; later allocations take it again.
+  void trim();
   // The block around `data` is never used again, also when it is freed: a peer may still write there.
   void retire(const void* data);
 
@@ -51,17 +57,23 @@ class SharedHeap {
 
  private:
   struct OfProcess;
-  void release(std::int64_t begin, std::int64_t bytes);
+  struct FreeBlock {
+    std::int64_t bytes = 0;
+    bool whole = true;  // false: pages of it have gone back to the system
+  };
+  void release(std::int64_t begin, FreeBlock block);
+  // Memory above the last block goes back to the system, except `slack` bytes.
+  void shrink(std::int64_t slack);
 
   Segment segment_;
   const std::string id_;
   const pid_t owner_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, std::int64_t> free_;  // begin -> bytes, below end_, never adjacent
+  std::map<std::int64_t, FreeBlock> free_;     // by begin; below end_, never adjacent
   std::map<std::int64_t, std::int64_t> used_;  // begin -> bytes
   std::set<std::int64_t> retired_;             // of used_
   std::int64_t end_ = 0;                       // no block lies above
-  std::int64_t populated_ = 0;                 // [0, populated_) has pages
+  std::int64_t populated_ = 0;                 // [0, populated_) has pages, except where free blocks are not whole
   std::int64_t allocated_ = 0;
 };
 

@@ -61,6 +61,27 @@ def resume(rank: int, world: int, folder: str, stage: int) -> list[float]:
     return train(engine, 3, 6)
 
 
+def roll_back(rank: int, world: int, folder: str) -> None:
+    engine = engine_of(3)
+    engine.save_checkpoint(folder)  # before there is any state
+    expected = train(engine, 0, 3)
+    engine.load_checkpoint(folder, "step-0")
+    assert not engine.optimizer.state
+    assert train(engine, 0, 3) == expected
+    # An optimizer that does not fit is told so, and left as it was.
+    model = Llama()
+    other = deepcompile.initialize(model, torch.optim.AdamW(model.parameters()), engine.config)
+    train(other, 0, 1)
+    before = {param: dict(state) for param, state in other.optimizer.state.items()}
+    with pytest.raises(CheckpointError, match="groups hold other parameters"):
+        other.load_checkpoint(folder)
+    assert {param: dict(state) for param, state in other.optimizer.state.items()} == before
+
+
+def test_a_checkpoint_from_before_the_first_step_takes_the_optimizer_back_to_nothing(tmp_path) -> None:
+    run_ranks(2, roll_back, str(tmp_path))
+
+
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 2), (1, 1)])
 def test_a_resumed_run_continues_in_another_world_and_stage(tmp_path, world: int, stage: int) -> None:
     expected = run_ranks(2, save, str(tmp_path), 3)[0]

@@ -34,7 +34,8 @@ class Stack(nn.Module):
 def process_bytes() -> int:
     """Memory of this process that came to be after its start; of pages that ranks share its part. Every rank calls it."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps is not held by anybody
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocators keep is not held by anybody
+    deepcompile.shm.trim()
     dist.barrier()
     with open("/proc/self/smaps_rollup") as file:
         kib = {line.split()[0]: int(line.split()[1]) for line in file if line[0].isupper()}

@@ -75,11 +75,15 @@ def broken_up(rank: int, world: int) -> None:
     engine = deepcompile.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), {"timeout": 60, "compile": {"backend": "aot_eager"}}
     )
+    said = []
     for step in range(4):
         engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(step))))
         engine.step()
-    rows = dict(engine.explain().rows)
-    assert rows["plan"].startswith("none for the step as a whole: the step is spread over several graphs")
+        said.append(dict(engine.explain().rows))
+    assert said[2]["plan"].startswith("none for the step as a whole: the step is spread over several graphs")
+    # The blocks and the norm behind them are graphs; the loop around the blocks, which share code, is not compiled.
+    assert said[3]["compiled"].startswith("the step lies in 6 graphs, 3 of the forward and 3 of the backward")
+    assert "gathers start before the graph that reads them" in said[3]["across graphs"]
 
 
 def test_a_step_in_several_graphs_is_told_so() -> None:

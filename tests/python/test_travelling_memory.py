@@ -126,7 +126,7 @@ def changes_a_gradient(rank: int, world: int) -> str:
     model = nn.Linear(64, 64, bias=False)
     deepcompile.shard(model, {"timeout": 20})
     sharding = deepcompile.sharding.sharding_of(model)
-    gradient = torch.ones(64, 64)
+    gradient = sharding.runtime.empty([64, 64], torch.float32).fill_(1)  # elsewhere it would be copied
     sharding.runtime.start_forward()
     weight = model.weight
     sharding.runtime.start_backward(True)

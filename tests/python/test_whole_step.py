@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deepcompile
+from deepcompile import plan as planner
 from harness import run_ranks
 from models import Run, assert_close, train_unsharded
 
@@ -73,6 +74,23 @@ def test_parameters_are_gathered_once_for_all_micro_batches_where_memory_allows(
         assert one["losses"] == pytest.approx(losses[rank], rel=1e-5)
         assert len(one["kept"]) < count and count < one["launched"] < least["launched"]
         assert one["peak"] <= budget
+
+
+def test_a_plan_lets_the_reductions_of_a_micro_batch_run_on_beside_the_next_forward() -> None:
+    nodes = [
+        f"node {name}{suffix} compute time=1ms phase={phase} block=0 micro={micro} uses=w"
+        for micro, suffix in enumerate(("", "@1"))
+        for name, phase in (("f0", "forward"), ("b0", "backward grads=w"))
+    ]
+    head = ["graph g", "world 2", "stage 3", "param w bytes=1000000B shard=500000B grad=1000000B state=1000000B"]
+    graph = planner.StepGraph("\n".join([*head, *nodes, "node update optimizer time=1us updates=w"]) + "\n", "g")
+    # A reduction takes as long as a forward, and does not slow it down.
+    machine = planner.Machine("machine m like 2xcpu\nslowdown 0\ndevices 2\ngather 1000000B:1us\nreduce 1000000B:1ms\n")
+    planned = planner.plan(graph, machine, budget=None, strategy="auto")
+    names = [node if kind == "compute" else f"{kind} {op}" for kind, node, op, _ in planned.instructions]
+    first = next(op for kind, _, op, _ in planned.instructions if kind == "reduce")
+    assert names.index("b0") < names.index(f"reduce {first}") < names.index("f0@1") < names.index(f"wait {first}")
+    assert planned.step_ns == pytest.approx(5e6, rel=0.02)  # four of compute and the last reduction
 
 
 def reduces(rank: int, world: int, bucket: int | None) -> tuple[list[int], int, list[float], str]:

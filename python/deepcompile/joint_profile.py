@@ -1,0 +1,52 @@
+"""A step that lies in several compiled graphs (graph breaks): recorded as it runs, planned as one, and followed.
+
+A graph can start gathers of its own parameters only, so the first ones of every graph would be exposed. What starts
+gathers ahead of recorded reads (:mod:`deepcompile.compiled_graph`) does not ask whose they are: it follows the reads of
+compiled code as well. What the graphs' own plans launch is then left out, and each read does what the plan of the whole
+step has there. Equal layers may share code: the plan is one of reads, not of graphs.
+"""
+
+from __future__ import annotations
+
+from deepcompile.compiled_graph import CompiledGraph
+from deepcompile.engine_replay import ReplayProfile
+from deepcompile.recorded_ops import RecordedOps
+from deepcompile.replay import plan_recorded
+from deepcompile.sharding import Sharding
+from deepcompile.step_plan import FORWARD
+
+
+class JointProfile(ReplayProfile):
+    """Takes the place of :class:`deepcompile.profile.Profile` when the first step was seen to lie in several graphs."""
+
+    records_compiled = True
+
+    def __init__(self, sharding: Sharding, iterations: int) -> None:
+        super().__init__(sharding, iterations)
+        self._steps = 1  # the first one, in which compilers ran
+        self._saved = 0  # bytes of activations, at most in one micro-batch
+
+    def end_step(self) -> None:
+        if self._recording:
+            self._note_saved()
+        super().end_step()
+
+    def _note_saved(self) -> None:
+        """A recording does not see activations; the graphs know what they save."""
+        calls = self._sharding.calls or ()
+        forwards = [call.step for call in calls if call.phase == FORWARD]
+        every = sum(size for step in forwards for _, size, _, _ in step.saved)
+        micro_batches = self._sharding.config.gradient_accumulation_steps or 1
+        self._saved = max(self._saved, every // micro_batches)
+
+    def _compile(self, ops: RecordedOps) -> CompiledGraph:
+        budget = max(1, self._sharding.planner.budget - self._saved)
+        return plan_recorded(self._sharding, ops, budget, compiled=True)
+
+    def line(self, changed: bool) -> str:
+        if self.graph is None:
+            return f"deepcompile: the step lies in several graphs, each planned alone: {self.why_not}"
+        return self.graph.one_line()
+
+
+__all__ = ["JointProfile"]

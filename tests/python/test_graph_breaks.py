@@ -1,0 +1,144 @@
+"""A step in several compiled graphs is planned as one: gathers start in one graph for the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepcompile
+from harness import run_ranks
+from models import MODELS, Run, assert_close, train_unsharded
+
+WORKER = {"DEEPCOMPILE_CPU_STREAM": "worker"}
+
+
+class Broken(nn.Module):
+    """Three parts with a graph break between each two; a batch says whether the second part is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.ModuleList([nn.Linear(24, 24) for _ in range(2)]) for _ in range(3)])
+        self.at_border: list[Any] = []
+
+    @torch._dynamo.disable
+    def border(self) -> None:
+        for call in self.at_border:
+            call()
+
+    def forward(self, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        x, skips = batch
+        x = self.part(0, x)
+        self.border()
+        if not skips:
+            x = self.part(1, x)
+        self.border()
+        return self.part(2, x).square().mean()
+
+    def part(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.parts[number]:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+MODELS["broken"] = Broken
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenRun(Run):
+    skips: tuple[int, ...] = ()  # steps
+
+    def batch(self, rank: int, step: int, micro: int) -> Any:
+        generator = torch.Generator(torch.get_default_device()).manual_seed(100_000 * step + 100 * micro + rank)
+        return torch.randn(24, 24, generator=generator), step in self.skips
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.learning_rate)  # leaves what has no gradient as it is
+
+
+def trains(rank: int, world: int, run: BrokenRun) -> dict[str, Any]:
+    model = run.make()
+    engine = deepcompile.initialize(model, run.optimizer(model.parameters()), run.config)
+    launched: list[list[int]] = []
+    model.at_border.append(lambda: launched[-1].append(engine.stats()["gathers_launched"]))
+    losses, live = [], []
+    for step in range(run.steps):
+        for micro in range(run.accumulation):
+            launched.append([engine.stats()["gathers_launched"]])
+            loss = engine(run.batch(rank, step, micro))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+            launched[-1].append(engine.stats()["gathers_launched"])
+            live.append(engine.stats()["gathered_bytes_live"])
+    state = {name: value.clone() for name, value in deepcompile.full_state_dict(engine.module).items()}
+    explanation = engine.explain()
+    engine.close()
+    return {
+        "losses": losses,
+        "state": state,
+        # Of each forward, the gathers that had been started at the borders, and those of the micro-batch.
+        "launched": [[count - counts[0] for count in counts[1:]] for counts in launched],
+        "live": live[-1],
+        "rows": dict(explanation.rows),
+        "why": engine.profile.why_not,
+    }
+
+
+def config(backend: str = "aot_eager", **more: Any) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": 3},
+        "timeout": 60,
+        "compile": {"backend": backend, "profile_steps": 2},
+    } | more
+
+
+OWN = 4  # parameters of each part
+
+
+def check(run: BrokenRun) -> list[dict[str, Any]]:
+    """Trains as the unsharded model does, on all ranks."""
+    losses, state = train_unsharded(run, 2)
+    found = run_ranks(2, trains, run, environment=WORKER)
+    for rank, one in enumerate(found):
+        assert one["losses"] == pytest.approx(losses[rank], rel=1e-5)
+        for name, value in state.items():
+            assert_close(one["state"][name], value, 1e-5, name)
+        assert one["live"] == 0 and one["why"] == "", one["why"]
+        assert one["launched"] == found[0]["launched"]
+    return found
+
+
+def test_the_first_gathers_of_a_graph_start_in_the_one_before_and_another_branch_stays_right_and_is_counted() -> None:
+    for one in check(BrokenRun("broken", {}, config(), steps=7, skips=(4,))):
+        # While nothing but the graphs' own plans is known, each graph gathers for itself.
+        assert [borders[:2] for borders in one["launched"][:3]] == 3 * [[OWN, 2 * OWN]]
+        # From then on a graph has started gathers for the next one when it ends.
+        assert one["launched"][3][0] > OWN
+        assert one["launched"][3] == one["launched"][5] == one["launched"][6]
+        rows = one["rows"]
+        assert rows["compiled"].startswith("the step lies in 6 graphs, 3 of the forward and 3 of the backward")
+        assert not rows["across graphs"].startswith("0 gathers")
+        # What the step that took another branch had gathered for nothing was let go of.
+        assert rows["followed"].startswith("4 iterations: 1 left every order, 0 times went to another, ")
+        assert not rows["followed"].endswith(" 0 copies gathered for nothing")
+
+
+def test_a_step_in_several_graphs_keeps_to_the_memory_budget() -> None:
+    run = BrokenRun("broken", {}, config("inductor", memory_budget=58_000, gradient_accumulation_steps=2), steps=5)
+    for one in check(run):
+        assert one["launched"][-1][0] > OWN  # for the next graph
+        assert one["launched"][-1][-1] > 3 * OWN  # and again in the backward
+
+
+def leaves_alone(rank: int, world: int) -> None:
+    run = BrokenRun("broken", {}, config(timeout=5), steps=5, skips=(4,) if rank == 1 else ())
+    with pytest.raises(RuntimeError, match="rank 1 left the recorded order of reads .*'parts.2.0.weight'"):
+        trains(rank, world, run)
+
+
+def test_another_branch_on_one_rank_alone_is_an_error_and_not_a_hang() -> None:
+    run_ranks(2, leaves_alone, environment=WORKER)
