@@ -135,9 +135,8 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
                 order.leaving.update(outputs)
             shared = bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
             if shared or operation.get_device_or_error().type == "cpu":
-                graph.never_reuse_buffers.update(
-                    outputs
-                )  # others may read the same memory; on CPU it may be the shards
+                # Others may read the same memory; on CPU it may be the shards themselves.
+                graph.never_reuse_buffers.update(outputs)
                 order.only_freed.update(outputs)
         elif op in _COPIES or bound.get("given"):
             # It reads its source after this call has returned, and holds it as long as it needs it.

@@ -90,24 +90,27 @@ def _wrap_total_norm() -> None:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        parts: list[tuple[Sharding, list[torch.Tensor]]] = []
         for sharding in _shardings():
             addresses = {s.param.grad.data_ptr() for s in sharding.params if s.param.grad is not None}
-            sharded = [tensor for tensor in given if tensor.data_ptr() in addresses]
-            if not sharded:
-                continue
-            addresses_given = {tensor.data_ptr() for tensor in sharded}
-            rest = [tensor for tensor in given if tensor.data_ptr() not in addresses_given]
-            replicated = inner(rest, norm_type, False, foreach) if rest else None
-            with torch.no_grad():
-                total = total_norm_over_shards(sharded, float(norm_type), sharding.group, replicated)
-            if error_if_nonfinite and not torch.isfinite(total):
-                raise RuntimeError(
-                    f"the total norm of order {norm_type} over the gradients of all ranks is {total.item()}; set "
-                    "error_if_nonfinite=False to clip by it anyway"
-                )
-            return total.to(sharded[0].dtype.to_real())
-        return inner(given, norm_type, error_if_nonfinite, foreach)
+            sharded = [tensor for tensor in rest if tensor.data_ptr() in addresses]
+            if sharded:
+                parts.append((sharding, sharded))
+                rest = [tensor for tensor in rest if tensor.data_ptr() not in addresses]
+        if not parts:
+            return inner(given, norm_type, error_if_nonfinite, foreach)
+        total = inner(rest, norm_type, False, foreach) if rest else None
+        with torch.no_grad():
+            for sharding, sharded in parts:
+                total = total_norm_over_shards(sharded, float(norm_type), sharding.group, total)
+        assert total is not None
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} over the gradients of all ranks is {total.item()}; set "
+                "error_if_nonfinite=False to clip by it anyway"
+            )
+        return total.to(parts[0][1][0].dtype.to_real())
 
     if cell is not None:
         cell.cell_contents = get_total_norm  # also for those who imported it before

@@ -36,7 +36,8 @@ class Agreement:
                 ranks = ", ".join(key.split("/")[1] for key in missing)
                 raise RuntimeError(
                     f"rank {self._rank} {what}, and rank {ranks} did not within {self._timeout * factor:g} seconds. Ranks "
-                    "must run the same model code at the same step: does their data take different branches?"
+                    "must run the same model code at the same step: does their data take different branches? A module "
+                    "inside which they may is named in config key 'zero_optimization.leaf_modules'"
                 )
             try:
                 self._store.wait(missing, datetime.timedelta(seconds=min(left, _SLICE)))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from deepcompile import _channels
 
@@ -20,31 +22,59 @@ InitFunction = Callable[[nn.Module], None]
 
 #: The attribute of a parameter without data that holds this rank's part of what it held when it was registered.
 _PART = "_deepcompile_as_registered"
+#: How often it was written to since, to no effect.
+_WRITES = "_deepcompile_writes"
+
+
+class _Writes(TorchFunctionMode):
+    """Counts what changes a tensor in place, also through ``param.data``, of which versions know nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[int, torch.Tensor] = {}  # by storage, which they keep alive
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        setattr(tensor, _WRITES, 0)
+        self._watched[tensor.untyped_storage()._cdata] = tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        if writes:
+            for tensor in (*args, *(kwargs or {}).values()):
+                if isinstance(tensor, torch.Tensor):
+                    found = self._watched.get(tensor.untyped_storage()._cdata)
+                    if found is not None:
+                        setattr(found, _WRITES, getattr(found, _WRITES) + 1)
+                    break  # what is written to comes first
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Modules that are made inside hold no parameter data. Pass the finished model to :func:`deepcompile.shard` or
     :func:`deepcompile.initialize`, and make the optimizer after that. Values come from ``reset_parameters`` of each module,
-    or from the constructor where there is none (``nn.Parameter(torch.ones(n))``), or from ``init_fn`` given to ``shard``.
+    and from ``init_fn`` given to ``shard``; where neither sets one, from the constructor (``nn.Parameter(torch.ones(n))``).
     """
     from deepcompile.sharding import slice_of
 
     group = _channels.resolve_group(process_group)
     rank, world = group.rank(), group.size()
     original = nn.Module.register_parameter
+    writes = _Writes()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if type(param) is nn.Parameter and not param.is_meta:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-            if not hasattr(module, "reset_parameters"):
-                setattr(empty, _PART, slice_of(param.detach(), rank, world).clone())
+            setattr(empty, _PART, slice_of(param.detach(), rank, world).clone())
+            writes.watch(empty)
             param = empty
         original(module, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with writes:
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
@@ -60,11 +90,12 @@ def make_shards(
     parts: dict[nn.Parameter, torch.Tensor] = {}
     for index, (path, module) in enumerate(model.named_modules()):
         missing = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta and p not in parts}
-        if not missing:
+        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
+        if not missing and not buffers:
             continue
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((seeds[0] + index) % (1 << 63))
-            parts.update(_make_module(path, module, missing, init_fn, group))
+            parts.update(_make_module(path, module, missing, buffers, init_fn, group))
     return parts
 
 
@@ -72,51 +103,77 @@ def _make_module(
     path: str,
     module: nn.Module,
     missing: dict[str, nn.Parameter],
+    buffers: dict[str, torch.Tensor],
     init_fn: InitFunction | None,
     group: dist.ProcessGroup,
 ) -> dict[nn.Parameter, torch.Tensor]:
     from deepcompile.sharding import slice_of
 
     reset = getattr(module, "reset_parameters", None)
-    if init_fn is None and not callable(reset):
-        return {param: _part_as_registered(path, key, param) for key, param in missing.items()}
-    whole = {
-        key: nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
-        for key, p in missing.items()
-    }
+    whole = {key: nn.Parameter(_unset(p), requires_grad=p.requires_grad) for key, p in missing.items()}
     saved = dict(module._parameters)
     module._parameters.update(whole)
+    filled = {key: torch.zeros_like(b, device=torch.get_default_device()) for key, b in buffers.items()}
+    module._buffers.update(filled)
+    writes = _Writes()
+    for tensor in (*whole.values(), *filled.values()):
+        writes.watch(tensor)
     try:
-        if init_fn is not None:
-            init_fn(module)
-        else:
-            assert callable(reset)
-            reset()
+        with writes:
+            if callable(reset):
+                reset()
+            if init_fn is not None:
+                init_fn(module)
     finally:
         module._parameters.update(saved)
+    for key, buffer in filled.items():
+        if module._buffers[key] is buffer and getattr(buffer, _WRITES) == 0:
+            raise ValueError(
+                f"buffer '{_name(path, key)}' is on the meta device and neither reset_parameters of its module nor init_fn "
+                "sets it: build the model inside deepcompile.init_sharded(), where buffers have data, or pass init_fn=..."
+            )
+    result = {}
     for key, param in missing.items():
-        if init_fn is None and param._version > whole[key]._version:
+        if not _was_set(whole[key]):
+            result[param] = _part_as_registered(path, key, param)
+        elif init_fn is None and getattr(param, _WRITES, 0) > getattr(whole[key], _WRITES):
             raise _changed_elsewhere(path, key)
-    return {param: slice_of(whole[key].detach(), group.rank(), group.size()).clone() for key, param in missing.items()}
+        else:
+            result[param] = slice_of(whole[key].detach(), group.rank(), group.size()).clone()
+        vars(param).pop(_PART, None)  # its memory is wanted
+    return result
+
+
+def _unset(param: nn.Parameter) -> torch.Tensor:
+    value = torch.empty_like(param, device="cpu", requires_grad=False)
+    return value.fill_(float("nan")) if value.is_floating_point() or value.is_complex() else value.zero_()
+
+
+def _was_set(param: nn.Parameter) -> bool:
+    if param.is_floating_point() or param.is_complex():
+        return param.numel() == 0 or not bool(param.detach().isnan().all())
+    return bool(getattr(param, _WRITES))
+
+
+def _name(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 def _part_as_registered(path: str, key: str, param: nn.Parameter) -> torch.Tensor:
     part: torch.Tensor | None = getattr(param, _PART, None)
-    name = f"{path}.{key}" if path else key
     if part is None:
         raise ValueError(
-            f"parameter '{name}' is on the meta device and its module has no reset_parameters: build the model inside "
-            "deepcompile.init_sharded(), or pass init_fn=... to shard"
+            f"parameter '{_name(path, key)}' is on the meta device and neither reset_parameters of its module nor init_fn "
+            "sets it: build the model inside deepcompile.init_sharded(), or pass init_fn=... to shard"
         )
-    if param._version > 0:
+    if getattr(param, _WRITES, 0) > 0:
         raise _changed_elsewhere(path, key)
     return part
 
 
 def _changed_elsewhere(path: str, key: str) -> ValueError:
-    name = f"{path}.{key}" if path else key
     return ValueError(
-        f"parameter '{name}' was initialised in place inside init_sharded, where it has no data, "
+        f"parameter '{_name(path, key)}' was initialised in place inside init_sharded, where it has no data, "
         "and its module's reset_parameters does not repeat that: pass init_fn=function_of_a_module to shard, which does"
     )
 

@@ -69,10 +69,14 @@ def check_parity(
     gives the loss where the model does not return it. Every rank calls it; dropout must be off.
     """
     checked = load_config(config)
+    if isinstance(model_fn, nn.Module):
+        raise TypeError(f"check_parity takes a function that makes the model, not the {type(model_fn).__name__} itself")
     group = _channels.resolve_group(process_group)
     rank, world = group.rank(), group.size()
     loss_of = loss_fn or _default_loss
     model = model_fn()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check_parity: model_fn returned a {type(model).__name__}, not a torch.nn.Module")
     whole = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
     for tensor in whole:
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)

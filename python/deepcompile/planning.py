@@ -107,6 +107,7 @@ class StepPlanner:
         self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
+        self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
         if self._config.memory_budget is not None:
             sharding.runtime.keep_idle_memory(False)
         self._facts: dict[str, ParamFacts] = {}
@@ -151,6 +152,9 @@ class StepPlanner:
         if backward is not None:
             graphs[BACKWARD] = cut(backward, fuses)
             saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
+        if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
+            # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
+            return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")
         key = structure_hash(graphs.values())
         known = self.steps.get(key)
         if known is not None:

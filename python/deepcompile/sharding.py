@@ -274,7 +274,8 @@ def shard(
     if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
         _check_hooks(found)
     sharding = Sharding(model, checked, group, agree_on_model(entries, group))
-    made = make_shards(model, init_fn, group) if any(sharded.param.is_meta for sharded in found) else {}
+    without_data = [*(sharded.param for sharded in found), *model.buffers()]
+    made = make_shards(model, init_fn, group) if any(tensor.is_meta for tensor in without_data) else {}
     for sharded in found:
         if sharded.param.is_meta:
             sharding.params.append(_put_shard(sharded, made.pop(sharded.param), sharding))

@@ -20,6 +20,8 @@ at::Tensor bytesLike(const at::Tensor& tensor, std::int64_t count) {
 
 // Wide enough to keep what follows aligned for every dtype.
 constexpr std::int64_t kTagBytes = 16;
+// Bytes of a shard from which another small collective costs less than another copy of it.
+constexpr std::int64_t kWorthItsOwnCollective = 1 << 20;
 
 class C10dCommunicator final : public Communicator {
  public:
@@ -61,6 +63,25 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
+  // The tag is packed with the shards, or travels before a shard that is too large to be packed for its sake.
+  void doTaggedAllGather(std::span<const GatherPart> parts, std::uint64_t tag) override {
+    if (tag == 0 || parts.empty() || !parts[0].shard.is_cpu()) {
+      doAllGather(parts);
+      return;
+    }
+    const GatherPart tags{bytesOf(tag), at::empty({size() * kTagBytes}, at::TensorOptions().dtype(at::kByte))};
+    const bool packs = parts.size() > 1 || static_cast<std::int64_t>(parts[0].shard.nbytes()) < kWorthItsOwnCollective;
+    std::vector<GatherPart> together = {tags};
+    if (packs) {
+      together.insert(together.end(), parts.begin(), parts.end());
+    }
+    doAllGather(together);
+    checkTags(tags.full.view({size(), kTagBytes}), tag);
+    if (!packs) {
+      doAllGather(parts);
+    }
+  }
+
   // All-to-all of the slices and a local sum in rank order: the bytes of a reduce-scatter for owners of any size.
   // (Gloo's own reduce-scatter moves the bytes of an all-reduce and sums in an order of its own.) Behind each slice
   // travels the tag.
@@ -82,8 +103,7 @@ class C10dCommunicator final : public Communicator {
       packed.narrow(0, offset, bytes.numel()).copy_(bytes);
       offset += bytes.numel();
     };
-    const at::Tensor tag_bytes = at::zeros({kTagBytes}, at::TensorOptions().dtype(at::kByte));
-    std::memcpy(tag_bytes.mutable_data_ptr(), &tag, sizeof(tag));
+    const at::Tensor tag_bytes = bytesOf(tag);
     for (int r = 0; r < size(); ++r) {
       for (const ReducePart& part : parts) {
         put(asBytes(part.send.narrow(0, part.owners[r].begin, part.owners[r].size())));
@@ -165,13 +185,19 @@ class C10dCommunicator final : public Communicator {
     complete(backend_->alltoall_base(received, packed, from_rank, to_rank, options));
   }
 
+  static at::Tensor bytesOf(std::uint64_t tag) {
+    at::Tensor bytes = at::zeros({kTagBytes}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(bytes.mutable_data_ptr(), &tag, sizeof(tag));
+    return bytes;
+  }
+
   void checkTags(const at::Tensor& rows, std::uint64_t tag) const {
     const at::Tensor tags = rows.to(at::kCPU).contiguous();
     for (int r = 0; r < size(); ++r) {
       std::uint64_t other = 0;
       std::memcpy(&other, static_cast<const char*>(tags.const_data_ptr()) + r * kTagBytes, sizeof(other));
       check(other == tag, [&] {
-        return concat("rank ", r, " reduces other parameters than rank ", rank(),
+        return concat("rank ", r, " gathers or reduces other parameters than rank ", rank(),
                       " at this point; debug mode says which");
       });
     }

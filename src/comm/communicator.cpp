@@ -20,7 +20,7 @@ at::Tensor Communicator::empty(at::IntArrayRef sizes, const at::TensorOptions& o
   return at::empty(sizes, options);
 }
 
-void Communicator::allGather(std::span<const GatherPart> parts) {
+void Communicator::allGather(std::span<const GatherPart> parts, std::uint64_t tag) {
   std::int64_t sent = 0;
   for (const GatherPart& part : parts) {
     check(part.full.numel() == part.shard.numel() * size_ && part.full.dtype() == part.shard.dtype(), [&] {
@@ -29,7 +29,7 @@ void Communicator::allGather(std::span<const GatherPart> parts) {
     });
     sent += static_cast<std::int64_t>(part.shard.nbytes()) * (size_ - 1);
   }
-  doAllGather(parts);
+  doTaggedAllGather(parts, tag);
   traffic_->count(Collective::AllGather, sent);
 }
 

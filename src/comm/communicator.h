@@ -59,9 +59,9 @@ class Communicator {
   void setTimeout(double seconds) { timeout_seconds_ = seconds; }
   double timeout() const { return timeout_seconds_; }
 
-  void allGather(std::span<const GatherPart> parts);
-  // `tag` says what is being reduced; ranks that come with different ones are an error on all of them where the sizes
-  // let it be noticed.
+  // `tag` says what is being gathered or reduced; ranks that come with different ones are an error on all of them where
+  // the sizes let it be noticed.
+  void allGather(std::span<const GatherPart> parts, std::uint64_t tag = 0);
   void reduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag = 0);
   void allReduce(const at::Tensor& tensor, ReduceOp op);
   void broadcast(const at::Tensor& tensor, int root);
@@ -103,9 +103,9 @@ class Communicator {
 
   // False where joinShards never gives memory.
   virtual bool joinsShards() const { return false; }
-  // For each of these shards the memory of all ranks' shards, rank after rank, as if gathered: the shards themselves under
-  // other addresses, so that it changes as they do. Null for shards that cannot be had so. All ranks call it with as many
-  // shards of the same sizes, and get memory for the same ones.
+  // For each of these shards the memory of all ranks' shards, rank after rank, as if gathered: the shards themselves
+  // under other addresses, so that it changes as they do. Null for shards that cannot be had so. All ranks call it with
+  // as many shards of the same sizes, and get memory for the same ones.
   virtual std::vector<std::shared_ptr<std::byte>> joinShards(std::span<const at::Tensor> shards) {
     return std::vector<std::shared_ptr<std::byte>>(shards.size());
   }
@@ -123,6 +123,8 @@ class Communicator {
   virtual void doBroadcast(const at::Tensor& tensor, int root) = 0;
   virtual void doBarrier() = 0;
   virtual std::vector<std::string> doExchange(const std::string& bytes) = 0;
+  // Where a tag can travel with a gather.
+  virtual void doTaggedAllGather(std::span<const GatherPart> parts, std::uint64_t tag) { doAllGather(parts); }
 
  private:
   const int rank_;

@@ -91,7 +91,9 @@ class ShmCommunicator final : public Communicator {
   void abort() override { group_->poison(concat("rank ", rank(), " has aborted the group '", group_->name(), "'")); }
 
  protected:
-  void doAllGather(std::span<const GatherPart> parts) override {
+  void doAllGather(std::span<const GatherPart> parts) override { doTaggedAllGather(parts, 0); }
+
+  void doTaggedAllGather(std::span<const GatherPart> parts, std::uint64_t tag) override {
     std::vector<shm::Run>& shards = runs_;
     shards.clear();
     for (const GatherPart& part : parts) {
@@ -105,7 +107,7 @@ class ShmCommunicator final : public Communicator {
       }
       table_.endRank();
     }
-    shm::allGather(group(), shards, table_);
+    shm::allGather(group(), shards, table_, tag);
   }
 
   void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {

@@ -22,8 +22,8 @@ Stream::Work detached(What what, Work work) {
     } catch (const std::exception& error) {
       fail(what(), " failed: ", error.what(),
            "\nCheck that every rank is alive and runs the same collectives; `timeout` bounds the wait and `debug` "
-           "names ",
-           "the ranks that differ");
+           "names the ranks that differ. Where data takes the ranks through other modules (mixture of experts), name "
+           "those in config key 'zero_optimization.leaf_modules'");
     }
   };
 }

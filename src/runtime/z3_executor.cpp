@@ -140,9 +140,11 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   }
   std::vector<std::int64_t> ids;
   std::vector<GatherPart> parts;
+  std::uint64_t tag = 1;  // ranks that gather other parameters of the same size must not be given each other's
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     if (launched[i].part.full.defined()) {
       ids.push_back(wanted[i].id);
+      tag = tag * 0x100000001b3ULL + static_cast<std::uint64_t>(wanted[i].id) + 1;
       parts.push_back(launched[i].part);
     }
   }
@@ -160,12 +162,12 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
                   graph, ") on ", context->place);
   };
   runCollective(*gather_.stream, std::move(what),
-                [comm = gather_.comm, parts = std::move(parts), signature = std::move(signature), context = context_,
-                 on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
+                [comm = gather_.comm, parts = std::move(parts), tag, signature = std::move(signature),
+                 context = context_, on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
                   const std::int64_t began = Timeline::now();
                   const Timeline::Mark started = context->timeline->mark();
                   agreeOnCollective(*comm, signature);
-                  comm->allGather(castToTravel(*comm, parts));
+                  comm->allGather(castToTravel(*comm, parts), tag);
                   if (started) {
                     std::int64_t bytes = 0;
                     for (const GatherPart& part : parts) {

@@ -63,19 +63,36 @@ def test_values_do_not_depend_on_the_number_of_ranks_and_ties_stay() -> None:
 
 
 class InitsItself(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, through_data: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        nn.init.constant_(self.layer.weight, 2.0)
+        if through_data:
+            self.layer.weight.data.fill_(2.0)
+        else:
+            nn.init.constant_(self.layer.weight, 2.0)
+
+
+class HalfReset(nn.Module):
+    """Its constructor sets what ``reset_parameters`` does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(5, 3)), nn.Parameter(torch.full((7,), 3.0))
+        self.count = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight.data.fill_(1.0)
 
 
 def own_way(rank: int, world: int) -> None:
-    with deepcompile.init_sharded():
-        model = InitsItself()
-    with pytest.raises(
-        ValueError, match="parameter 'layer.weight' was initialised in place inside init_sharded.*init_fn"
-    ):
-        deepcompile.shard(model, CONFIG)
+    for through_data in (False, True):
+        with deepcompile.init_sharded():
+            model = InitsItself(through_data)
+        with pytest.raises(
+            ValueError, match="parameter 'layer.weight' was initialised in place inside init_sharded.*init_fn"
+        ):
+            deepcompile.shard(model, CONFIG)
     with deepcompile.init_sharded():
         model = InitsItself()
 
@@ -87,9 +104,25 @@ def own_way(rank: int, world: int) -> None:
     deepcompile.shard(model, CONFIG, init_fn=init)
     assert model.layer.weight.eq(2).all() and not model.layer.bias.any()
 
+    with deepcompile.init_sharded():
+        partly = nn.ModuleList([HalfReset(), nn.Linear(4, 4)])
+    deepcompile.shard(partly, CONFIG, init_fn=lambda m: m.weight.data.fill_(5.0) if isinstance(m, nn.Linear) else None)
+    assert partly[0].weight.eq(1).all() and partly[0].scale.eq(3).all() and partly[0].count.tolist() == [0, 1, 2, 3]
+    assert partly[1].weight.eq(5).all() and 0 < partly[1].bias.abs().max() <= 0.5  # as nn.Linear does
+
+    with torch.device("meta"):
+        normed = nn.BatchNorm1d(6)
+    deepcompile.shard(normed, CONFIG)
+    assert normed.running_var.eq(1).all() and normed.running_mean.eq(0).all() and normed.num_batches_tracked.item() == 0
+    with torch.device("meta"):
+        unset = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        unset[1].register_buffer("positions", torch.arange(3))
+    with pytest.raises(ValueError, match=r"buffer '1\.positions' is on the meta device and neither"):
+        deepcompile.shard(unset, CONFIG)
+
     with torch.device("meta"):
         bare = nn.ParameterList([nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="parameter '0' is on the meta device and its module has no reset_parameters"):
+    with pytest.raises(ValueError, match="parameter '0' is on the meta device and neither reset_parameters"):
         deepcompile.shard(bare, CONFIG)
     with torch.device("meta"):
         linear = nn.Linear(3, 3)

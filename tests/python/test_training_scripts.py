@@ -157,6 +157,26 @@ class Complex(nn.Module):
         return self.head((x.to(torch.complex64) @ self.weight).abs())
 
 
+def clips_two_models(rank: int, world: int) -> None:
+    """One norm over two models that were sharded apart, and a third that was not."""
+    torch.manual_seed(5)
+    models = [small() for _ in range(3)]
+    whole = copy.deepcopy(models)
+    for model in models[:2]:
+        deepcompile.shard(model, config(3))
+    for one in (models, whole):
+        for model in one:
+            model(torch.ones(2, 8)).sum().backward()
+    for norm_type in (2.0, 1.0, float("inf")):
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for model in one for p in model.parameters()], norm_type)
+            for one in (models, whole)
+        ]
+        torch.testing.assert_close(*norms)
+    for model in models[:2]:
+        sharding_of(model).close()
+
+
 def clips_complex(rank: int, world: int) -> None:
     clip = lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
     train_beside_unsharded(rank, world, 3, Complex, before_step=clip)
@@ -233,6 +253,7 @@ def traced(rank: int, folder: str) -> None:
 
 def around(rank: int, world: int, folder: str) -> None:
     clips_complex(rank, world)
+    clips_two_models(rank, world)
     trained_inside_full_params()
     traced(rank, folder)
     around_the_model(rank, world)
