@@ -182,6 +182,10 @@ def clips_complex(rank: int, world: int) -> None:
     train_beside_unsharded(rank, world, 3, Complex, before_step=clip)
 
 
+class Lamb(OldOptimizer):
+    """Of another library."""
+
+
 def around_the_model(rank: int, world: int) -> None:
     model = deepcompile.shard(nn.Sequential(small(), nn.Conv1d(2, 3, 2)), config(3))
     weight = model[0][0]._parameters["weight"]
@@ -209,6 +213,14 @@ def around_the_model(rank: int, world: int) -> None:
         ddp(model)
     with pytest.raises(TypeError, match=r"averages gradients itself: shard the model inside it \(\.module\)"):
         deepcompile.shard(ddp(small()), config(3))
+    grown = deepcompile.shard(small(), config(3))
+    grown.add_module("head", nn.Linear(5, 2))
+    optimizer = sgd(grown.parameters())
+    grown(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'head\.weight' was added to Sequential after it was sharded"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"test_training_scripts\.Lamb treats a parameter as a whole"):
+        deepcompile.initialize(small(), Lamb, config(3))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
         deepcompile.initialize(small(), sgd, config(3), lr_scheduler=plateau)
