@@ -62,9 +62,23 @@ class _GraphOrder:
     def __init__(self) -> None:
         self.last_buffer: str | None = None  # of the operator before this one
         self.given: set[str] = set()  # buffers that an operator reads, and owns with us, after its call
+        self.leaving: set[str] = set()  # gathered parameters that are not kept
         self.parameter_buffers: dict[tuple[Any, Any], set[str]] = {}  # (graph_id, id) -> buffers over its memory
         self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
         self._seen_operations = 0
+        self._pinned = 0  # operations before the last planned one
+
+    def since_pinned(self, graph: Any) -> list[Any]:
+        """The operations from the last planned one on that hold what leaves with them, gathered parameters or gradients, and
+        the last of all. Others may be fused with what comes later.
+        """
+        operations = graph.operations[self._pinned :]
+        self._pinned = len(graph.operations)
+
+        def holds(operation: Any) -> bool:
+            return any(dependency.name in self.leaving for dependency in operation.get_read_writes().reads)
+
+        return [one for one in operations[:-1] if holds(one)] + operations[-1:]
 
     def readers(self, graph: Any, buffers: set[str]) -> list[str]:
         """Everything that reads one of the buffers, made real so that it can be waited for."""
@@ -94,9 +108,9 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
     chained = op is not _ops.reduce_shard.default  # gradients find their order in the runtime
     after = [order.last_buffer] if chained and order.last_buffer is not None else []
-    if graph.current_node.meta.get("deepcompile_pinned") and graph.operations:
-        # Planned: neither earlier, where it would hold memory or wait too soon, nor later than the graph says.
-        after += [output.get_name() for output in graph.operations[-1].get_outputs()]
+    if graph.current_node.meta.get("deepcompile_pinned"):
+        # Planned: not earlier, where it would hold memory beside what those before it use, nor later than the graph says.
+        after += [output.get_name() for before in order.since_pinned(graph) for output in before.get_outputs()]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
     elif op is _ops.free_tensors.default:
@@ -116,17 +130,22 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
-        elif op is _ops.gather_shard.default and (
-            bound.get("keep")
-            or graph.current_node.meta.get("deepcompile_shared")
-            or operation.get_device_or_error().type == "cpu"
-        ):
-            graph.never_reuse_buffers.update(outputs)  # others may read the same memory; on CPU it may be the shards
+        elif op is _ops.gather_shard.default:
+            if (
+                bound.get("keep")
+                or graph.current_node.meta.get("deepcompile_shared")
+                or operation.get_device_or_error().type == "cpu"
+            ):
+                # Others may read the same memory; on CPU it may be the shards themselves.
+                graph.never_reuse_buffers.update(outputs)
+            if not bound.get("keep"):
+                order.leaving.update(outputs)
         elif op in _COPIES or bound.get("given"):
             # It reads its source after this call has returned, and holds it as long as it needs it.
             sources = {dependency.name for dependency in operation.get_read_writes().reads}
             graph.never_reuse_buffers.update(sources)
             order.given.update(sources)
+            order.leaving.update(sources)
     return result
 
 

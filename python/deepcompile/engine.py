@@ -123,8 +123,9 @@ class Engine(EngineSurface):
             )
         update = self.is_gradient_accumulation_boundary()
         self.drift.start()
-        # The reductions of all but the last micro-batch may run on beside the next forward.
-        self.sharding.runtime.start_backward(update, settle_later=True)
+        # The reductions of all but the last micro-batch may run on beside the next forward, where there is memory for what
+        # they read.
+        self.sharding.runtime.start_backward(update, settle_later=self.config.memory_budget is None)
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
         try:

@@ -8,6 +8,7 @@ step has there. Equal layers may share code: the plan is one of reads, not of gr
 
 from __future__ import annotations
 
+from deepcompile import recording
 from deepcompile.compiled_graph import CompiledGraph
 from deepcompile.engine_replay import ReplayProfile
 from deepcompile.recorded_ops import RecordedOps
@@ -40,8 +41,9 @@ class JointProfile(ReplayProfile):
         self._saved = max(self._saved, every // micro_batches)
 
     def _compile(self, ops: RecordedOps) -> CompiledGraph:
-        budget = max(1, self._sharding.planner.budget - self._saved)
-        return plan_recorded(self._sharding, ops, budget, compiled=True)
+        recording.require_whole_iterations(ops)
+        budget = self._sharding.planner.budget  # 0: the least that is enough
+        return plan_recorded(self._sharding, ops, budget and max(1, budget - self._saved), compiled=True)
 
     def line(self, changed: bool) -> str:
         if self.graph is None:

@@ -195,7 +195,8 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
   bool add = accumulated;
   if (implicit_ && !accumulated && param.isPartitioned()) {
     // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
-    const at::Tensor& kept = param.getDSTensor().grad();
+    // Not grad(): a read would settle other graphs first, which takes the lock that is held here.
+    const at::Tensor& kept = param.getDSTensor().mutable_grad();
     if (kept.defined()) {
       if (!kept.is_alias_of(param.getGradBuffer()) && !param.isPublished(kept)) {
         param.getFlatGradBuffer().copy_(kept.reshape({-1}));
@@ -247,6 +248,8 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     bucket = reduce_buckets_->getBuffer(dtype);
   }
   if (bucket->empty()) {
+    // Here and not when the one before it was flushed: at the end of a backward nobody needs it.
+    copy_stream_->wait(reduce_buckets_->getEvent(dtype), context_->deadline());
     bucket->reserve(planned_size_);
   }
   user = this;
@@ -305,7 +308,7 @@ void CustomOpExecutor::applyPreDivision(at::ScalarType scalar_type) {
 
 void CustomOpExecutor::performCleanup(at::ScalarType scalar_type) {
   reduce_tasks_[scalar_type].clear();
-  reduce_buckets_->swap(scalar_type, *rs_stream_, *copy_stream_, context_->deadline());
+  reduce_buckets_->swap(scalar_type, *rs_stream_);
   context_->stats.buckets_flushed.fetch_add(1, std::memory_order_relaxed);
 }
 

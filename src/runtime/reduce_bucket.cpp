@@ -54,6 +54,11 @@ DoubleBufferedReduceBucket::DoubleBufferedReduceBucket(std::int64_t initial_buck
 
 void DoubleBufferedReduceBucket::swap(at::ScalarType scalar_type, Stream& rs_stream, Stream& copy_stream,
                                       Deadline deadline) {
+  swap(scalar_type, rs_stream);
+  copy_stream.wait(pair(scalar_type).current.free, deadline);
+}
+
+void DoubleBufferedReduceBucket::swap(at::ScalarType scalar_type, Stream& rs_stream) {
   Pair& buckets = pair(scalar_type);
   buckets.current.free = rs_stream.record();
   if (double_buffer_) {
@@ -64,7 +69,6 @@ void DoubleBufferedReduceBucket::swap(at::ScalarType scalar_type, Stream& rs_str
     }
   }
   buckets.user = nullptr;
-  copy_stream.wait(buckets.current.free, deadline);
   buckets.current.bucket->reset();
 }
 

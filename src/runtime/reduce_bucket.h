@@ -94,6 +94,8 @@ class DoubleBufferedReduceBucket {
   // Call when the reduction of the current bucket was given to `rs_stream`. What is copied into the next one through
   // `copy_stream` waits until that one's last reduction has passed.
   void swap(at::ScalarType scalar_type, Stream& rs_stream, Stream& copy_stream, Deadline deadline);
+  // The same without the wait, for who waits for getEvent when he first uses the next bucket.
+  void swap(at::ScalarType scalar_type, Stream& rs_stream);
   // The bucket that is being filled; made at first use.
   std::shared_ptr<ReduceBucket> getBuffer(at::ScalarType scalar_type);
   // Passes when the bucket that is being filled is no longer read.

@@ -28,7 +28,7 @@ def backward(update: bool, value: float, ids: tuple[int, ...] = (1, 0)) -> None:
 
 
 def others_come_later(rank: int, world: int) -> None:
-    shards, buffers = start(rank, world, count=2, shape=(4,), requires_grad=True)
+    shards, buffers = start(rank, world, count=2, shape=(4,), bucket_size=4, requires_grad=True)  # two buckets
     store = dist.distributed_c10d._get_default_store()
     backward(False, 1.0)  # the first one is waited for: the ranks learn its order
     assert dc.stats()["backwards_left_running"] == 0

@@ -91,3 +91,13 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path) -> None:
 def test_a_dataclass_is_checked_like_a_dict() -> None:
     with pytest.raises(ConfigError, match="it must be one of"):
         load_config(Config(compile=CompileConfig(backend="none")))  # type: ignore[arg-type]
+
+
+def test_a_memory_budget_is_a_number_of_bytes_or_the_least() -> None:
+    assert load_config({"memory_budget": 2e9}).memory_budget == 2_000_000_000
+    assert load_config({"memory_budget": "least"}).memory_budget == "least"
+    assert load_config(load_config({"memory_budget": "least"})).memory_budget == "least"
+    with pytest.raises(ConfigError, match="memory_budget' is 'lest'; it is a number or 'least'"):
+        load_config({"memory_budget": "lest"})
+    with pytest.raises(ConfigError, match="memory_budget' is 0; it counts bytes"):
+        load_config({"memory_budget": 0})
