@@ -8,6 +8,7 @@ parameter as a whole, and wrappers that would average a second time, are refused
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
-#: They compute norms or factors over a whole parameter, or take part in a line search.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+#: They compute norms or factors over a whole parameter, or take part in a line search. Also where another library has them.
+_NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam")
+
+#: What an optimizer held besides shards when it was last looked at.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 _installed = False
 
@@ -34,6 +38,7 @@ def install() -> None:
     _wrap_grad_scaler()
     _refuse_ddp()
     register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
+    register_optimizer_step_pre_hook(_refuse_added_parameters)
     register_optimizer_step_post_hook(_note_update)
 
 
@@ -157,11 +162,34 @@ def _refuse_ddp() -> None:
 
 def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE), None)
-    if kind is not None and type(optimizer).__module__.startswith("torch."):
+    if kind is not None:
+        module = "torch.optim" if type(optimizer).__module__.startswith("torch.") else type(optimizer).__module__
         raise RuntimeError(
-            f"torch.optim.{kind} treats a parameter as a whole, and this rank holds only a part of each: use an optimizer "
+            f"{module}.{kind} treats a parameter as a whole, and this rank holds only a part of each: use an optimizer "
             "that works element by element (SGD, Adam, AdamW, RMSprop, Adagrad, ...)"
         )
+
+
+def _refuse_added_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
+    others = {
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if not hasattr(param, "full_shape") and param.requires_grad and param.numel() > 0
+    }
+    looked_at = set(map(id, others))
+    if not others or _seen.get(optimizer) == looked_at:
+        return
+    for sharding in _shardings():
+        model = sharding.living_model
+        for name, param in model.named_parameters() if model is not None and not sharding.whole else ():
+            if param in others:
+                raise RuntimeError(
+                    f"parameter '{name}' was added to {type(model).__name__} after it was sharded, and each rank would "
+                    "train its own: add modules and parameters before deepcompile.shard or initialize"
+                )
+    _seen[optimizer] = looked_at
 
 
 def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

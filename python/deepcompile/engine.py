@@ -107,7 +107,7 @@ class Engine(EngineSurface):
         done = self._micro_steps - int(self._awaits_step)
         return (done + 1) % self.gradient_accumulation_steps() == 0
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """The gradients of ``loss``, divided by the accumulation steps, averaged over the ranks."""
         if self._awaits_step:
             raise RuntimeError(
@@ -129,7 +129,7 @@ class Engine(EngineSurface):
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
         try:
-            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             torch.ops.dc.end_backward(self.sharding.graph_id)
             self.profile.end_backward()
         except Exception as error:

@@ -87,6 +87,11 @@ class Sharding:
         self._planner: StepPlanner | None = None
 
     @property
+    def living_model(self) -> nn.Module | None:
+        """None when nobody holds it any more, although parts of it may live on."""
+        return self._model()
+
+    @property
     def model(self) -> nn.Module:
         model = self._model()
         if model is None:

@@ -52,7 +52,7 @@ const DSParam& CustomOpExecutor::member(std::int64_t ds_id) const {
 
 void CustomOpExecutor::startBackward(bool update) { openBackward(update); }
 
-// Whatever a backward left behind that never ended is dropped.
+// Whatever a backward left behind that never ended is dropped; what was accumulated before it stays.
 void CustomOpExecutor::abandonBackward() {
   if (!backward_open_) {
     return;
@@ -62,6 +62,9 @@ void CustomOpExecutor::abandonBackward() {
   reduced_from_.forget();
   reduce_buckets_->forget(this);
   comm_->placeTensors(nullptr);
+  for (const std::int64_t id : newly_accumulated_) {
+    has_acc_grad_[id] = false;
+  }
   backward_open_ = false;
 }
 
@@ -90,12 +93,12 @@ void CustomOpExecutor::noteAutogradTask(std::int64_t task) {
 
 void CustomOpExecutor::openBackward(bool update) {
   settle();
-  // Known from the end of the last backward, not from its start: several graphs start one backward. One that was to end
-  // in an update but never ended counts too.
-  if (param_registry_->updateFollowed() || (backward_open_ && param_updated_)) {
+  abandonBackward();
+  // Known from the end of the last backward, not from its start: several graphs start one backward.
+  if (param_registry_->updateFollowed()) {
     has_acc_grad_.clear();
   }
-  abandonBackward();
+  newly_accumulated_.clear();
   param_registry_->setUpdateFollowed(false);
   param_updated_ = update;
   implicit_ = false;
@@ -203,6 +206,9 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
       }
       add = true;
     }
+  }
+  if (!accumulated) {
+    newly_accumulated_.push_back(param.getId());
   }
   accumulated = true;
   return add;

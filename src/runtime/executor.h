@@ -151,6 +151,7 @@ class CustomOpExecutor {
   bool dividesBucket() const { return pre_div_reduce_ && !comm_->averageDividesFirst(); }
   void openBackward(bool update);
   void abandonBackward();
+  std::vector<std::int64_t> newly_accumulated_;  // in the backward that is open, or was last
   void reduceSurplus();
   void enter(const ArrivedGradient& arrived);
   // The next gradients of the expected order; flushes where a planned bucket ends.

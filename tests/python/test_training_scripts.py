@@ -147,6 +147,36 @@ def test_reentrant_checkpointing_in_the_plain_loop_keeps_the_gradients_of_all_la
     run_ranks(2, reentrant)
 
 
+def retries(rank: int, world: int) -> None:
+    """The backward of a micro-batch fails and is tried again: in the middle of an accumulation, and at its end."""
+    for stage in (1, 2, 3):
+        torch.manual_seed(3)
+        model = small()
+        reference = copy.deepcopy(model)
+        engine = deepcompile.initialize(model, sgd, config(stage, gradient_accumulation_steps=3))
+        optimizer = sgd(reference.parameters())
+        for step in range(6):
+            x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 7 + r)) for r in range(world)]
+            if step in (1, 3, 5):
+                with pytest.raises(ValueError, match="meant to"):
+                    engine.backward(_Raises.apply(engine(x[rank])).sum())
+            engine.backward(engine(x[rank]).square().mean())
+            engine.step()
+            for one in x:
+                (reference(one).square().mean() / (3 * world)).backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = deepcompile.full_state_dict(model)
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=2e-5, atol=1e-6, msg=f"stage {stage}: {name}")
+        engine.close()
+
+
+def test_a_backward_that_failed_and_is_tried_again_keeps_what_was_accumulated_before_it() -> None:
+    run_ranks(2, retries)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +212,10 @@ def clips_complex(rank: int, world: int) -> None:
     train_beside_unsharded(rank, world, 3, Complex, before_step=clip)
 
 
+class Lamb(OldOptimizer):
+    """Of another library."""
+
+
 def around_the_model(rank: int, world: int) -> None:
     model = deepcompile.shard(nn.Sequential(small(), nn.Conv1d(2, 3, 2)), config(3))
     weight = model[0][0]._parameters["weight"]
@@ -209,6 +243,14 @@ def around_the_model(rank: int, world: int) -> None:
         ddp(model)
     with pytest.raises(TypeError, match=r"averages gradients itself: shard the model inside it \(\.module\)"):
         deepcompile.shard(ddp(small()), config(3))
+    grown = deepcompile.shard(small(), config(3))
+    grown.add_module("head", nn.Linear(5, 2))
+    optimizer = sgd(grown.parameters())
+    grown(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'head\.weight' was added to Sequential after it was sharded"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"test_training_scripts\.Lamb treats a parameter as a whole"):
+        deepcompile.initialize(small(), Lamb, config(3))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
         deepcompile.initialize(small(), sgd, config(3), lr_scheduler=plateau)
