@@ -61,8 +61,8 @@ class _GraphOrder:
 
     def __init__(self) -> None:
         self.last_buffer: str | None = None  # of the operator before this one
-        self.given: set[str] = set()  # buffers that an operator reads, and owns with us, after its call
-        self.leaving: set[str] = set()  # gathered parameters that are not kept
+        self.only_freed: set[str] = set()  # buffers over memory that others may hold: let go of, never used for results
+        self.leaving: set[str] = set()  # gathered parameters that are not kept, and gradients
         self.parameter_buffers: dict[tuple[Any, Any], set[str]] = {}  # (graph_id, id) -> buffers over its memory
         self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
         self._seen_operations = 0
@@ -131,20 +131,18 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
         elif op is _ops.gather_shard.default:
-            if (
-                bound.get("keep")
-                or graph.current_node.meta.get("deepcompile_shared")
-                or operation.get_device_or_error().type == "cpu"
-            ):
-                # Others may read the same memory; on CPU it may be the shards themselves.
-                graph.never_reuse_buffers.update(outputs)
             if not bound.get("keep"):
                 order.leaving.update(outputs)
+            shared = bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
+            if shared or operation.get_device_or_error().type == "cpu":
+                # Others may read the same memory; on CPU it may be the shards themselves.
+                graph.never_reuse_buffers.update(outputs)
+                order.only_freed.update(outputs)
         elif op in _COPIES or bound.get("given"):
             # It reads its source after this call has returned, and holds it as long as it needs it.
             sources = {dependency.name for dependency in operation.get_read_writes().reads}
             graph.never_reuse_buffers.update(sources)
-            order.given.update(sources)
+            order.only_freed.update(sources)
             order.leaving.update(sources)
     return result
 
@@ -201,7 +199,7 @@ def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
 
         order, name = _orders.get(V.graph), buffer.get_name()
         removed = name in V.graph.removed_buffers or name in V.graph.graph_inputs or name in V.graph.constants
-        if order is None or name not in order.given or removed or name in self.freed:
+        if order is None or name not in order.only_freed or removed or name in self.freed:
             free(self, buffer)
             return
         self.freed.add(name)

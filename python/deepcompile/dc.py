@@ -148,7 +148,7 @@ class Runtime:
         self._native.keep_idle_memory(keep)
 
     def reset_gathered_peak(self) -> None:
-        """``stats()["gathered_bytes_peak"]`` counts from now on."""
+        """``stats()["gathered_bytes_peak"]`` counts from now on, and with it the memory that is kept for gathers."""
         self._native.reset_gathered_peak()
 
     def start_forward(self) -> None:

@@ -291,6 +291,7 @@ class StepPlanner:
         for phase, recompile in step.recompile.items():
             if before is None or step.plan.graphs[phase] != before[phase]:
                 recompile(step.plan.graphs[phase])
+        self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
         return True
 
     def training_step(self) -> Step | None:

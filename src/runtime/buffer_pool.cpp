@@ -37,6 +37,12 @@ void BufferPool::give(Buffer buffer) {
   }
 }
 
+void BufferPool::forgetMost() {
+  const std::lock_guard lock(mutex_);
+  most_live_ = live_;
+  dropIdle(idle_bytes_);
+}
+
 void BufferPool::keepIdle(bool keep) {
   const std::lock_guard lock(mutex_);
   keep_idle_ = keep;

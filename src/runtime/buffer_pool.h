@@ -37,6 +37,8 @@ class BufferPool {
   static constexpr std::int64_t kInitialLimit = 16 << 20;
   // Gives the idle memory back to the allocator, except where work is in flight on it.
   void trim();
+  // What was in use at once until now counts no more: the pool holds no more than will be from now on.
+  void forgetMost();
   // False: memory goes back to the allocator as soon as nobody uses it, for whatever else needs some meanwhile.
   void keepIdle(bool keep);
 

@@ -124,7 +124,9 @@ std::string Runtime::facts() const {
 
 Runtime::~Runtime() { close(); }
 
-void Runtime::checkOpen() const { check(open_, "this runtime was cleaned up (engine.close(), dc.cleanup()); make a new engine, or call dc.init"); }
+void Runtime::checkOpen() const {
+  check(open_, "this runtime was cleaned up (engine.close(), dc.cleanup()); make a new engine, or call dc.init");
+}
 
 void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
                        at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent,

@@ -68,8 +68,11 @@ class Runtime {
                       std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
   // See BufferPool::keepIdle; of memory for gathered parameters.
   void keepIdleMemory(bool keep) { pool_->keepIdle(keep); }
-  // The peak of gathered bytes counts from now on.
-  void resetGatheredPeak() { pool_->resetCounts(); }
+  // The peak of gathered bytes counts from now on, and what the pool holds by it.
+  void resetGatheredPeak() {
+    pool_->resetCounts();
+    pool_->forgetMost();
+  }
   void startForward();
   // See CustomOpExecutor::holdShards; after startForward.
   void holdShards(bool hold);

@@ -61,8 +61,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // until the shard changes. A copy that a prefetch has started is waited for and handed over. `backward`: called in a
   // backward pass (a forward that is run again).
   at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false);
-  // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the whole
-  // step is followed, the latter is left to that.
+  // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the
+  // whole step is followed, the latter is left to that.
   void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
                       bool backward);
 

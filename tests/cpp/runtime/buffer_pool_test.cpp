@@ -67,6 +67,17 @@ TEST_F(BufferPoolTest, WhereNothingIsKeptMemoryGoesBackWhenNobodyUsesIt) {
   EXPECT_EQ(allocator_.held(), 0);
 }
 
+TEST_F(BufferPoolTest, WhatWasOnceInUseCanBeForgotten) {
+  Buffer kept = pool_.take(1000);
+  pool_.give(pool_.take(5000));
+  pool_.forgetMost();
+  EXPECT_EQ(allocator_.held(), pool_.live());
+  pool_.give(std::move(kept));
+  EXPECT_GT(pool_.idle(), 0);
+  const Buffer other = pool_.take(2000);
+  EXPECT_EQ(pool_.idle(), 0);  // room for no more than is in use
+}
+
 TEST_F(BufferPoolTest, ABufferThatWasGivenBackServesTheNextOfItsSizeWithoutTheAllocator) {
   Buffer buffer = pool_.take(1000);
   void* const memory = buffer.memory.get();
