@@ -78,7 +78,7 @@ class _GraphOrder:
         def holds(operation: Any) -> bool:
             return any(dependency.name in self.leaving for dependency in operation.get_read_writes().reads)
 
-        return [one for one in operations[:-1] if holds(one)] + operations[-1:]
+        return [*(one for one in operations[:-1] if holds(one)), *operations[-1:]]
 
     def readers(self, graph: Any, buffers: set[str]) -> list[str]:
         """Everything that reads one of the buffers, made real so that it can be waited for."""

@@ -1,5 +1,5 @@
-// Tensors that are about to travel are made in the shared heap, wherever in PyTorch they are made: an allocator in front of
-// PyTorch's own one for CPU memory takes those of given sizes from the heap, on threads that ask for it.
+// Tensors that are about to travel are made in the shared heap, wherever in PyTorch they are made: an allocator in
+// front of PyTorch's own one for CPU memory takes those of given sizes from the heap, on threads that ask for it.
 #pragma once
 
 #include <cstddef>

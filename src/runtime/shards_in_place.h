@@ -1,9 +1,10 @@
 // Gathers that move nothing: where the ranks' shards can be had under adjacent addresses (Communicator::joinShards) a
 // parameter is read where its shards lie.
 //
-// That is only right while no rank changes a shard, so the program has to say when: from hold() until the backward before
-// an update has ended. At the first read in that time the ranks meet, so that all have done with what they changed
-// before; end() lets them meet again, so that all have done with their reads. In between nobody waits for anybody.
+// That is only right while no rank changes a shard, so the program has to say when: from hold() until the backward
+// before an update has ended. At the first read in that time the ranks meet, so that all have done with what they
+// changed before; end() lets them meet again, so that all have done with their reads. In between nobody waits for
+// anybody.
 //
 // Not synchronized: the runtime's lock guards it. All ranks hold, read and end alike.
 #pragma once
@@ -29,8 +30,8 @@ class ShardsInPlace {
   ShardsInPlace(std::shared_ptr<Communicator> comm, std::shared_ptr<Stream> stream, std::shared_ptr<Context> context,
                 std::shared_ptr<DSParamRegistry> registry, std::vector<std::int64_t> ids);
 
-  // Nobody changes a shard until end(). Again in every forward: the ranks then meet again. False: reads are gathers again;
-  // what was read in place may still be read until end().
+  // Nobody changes a shard until end(). Again in every forward: the ranks then meet again. False: reads are gathers
+  // again; what was read in place may still be read until end().
   void hold(bool hold);
   // The memory of the whole parameter; null where it has to be gathered. May meet the other ranks.
   std::shared_ptr<std::byte> find(std::int64_t ds_id, at::ScalarType dtype);

@@ -20,9 +20,10 @@ JoinedMemory::JoinedMemory(std::span<const SharedPiece> pieces) {
     check(wholePages(reinterpret_cast<std::intptr_t>(piece.data), piece.bytes), "only whole pages can be joined");
     size_ += piece.bytes;
   }
-  void* const range = ::mmap(nullptr, static_cast<std::size_t>(size_), PROT_NONE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  check(range != MAP_FAILED, [&] { return concat("no room for ", size_, " bytes of addresses: ", std::strerror(errno)); });
+  void* const range =
+      ::mmap(nullptr, static_cast<std::size_t>(size_), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  check(range != MAP_FAILED,
+        [&] { return concat("no room for ", size_, " bytes of addresses: ", std::strerror(errno)); });
   data_ = static_cast<std::byte*>(range);
   std::byte* place = data_;
   for (const SharedPiece& piece : pieces) {

@@ -1,5 +1,5 @@
-"""Within a step that is known no rank changes a shard, so parameters are read where the ranks' shards lie: nothing is copied,
-and nobody reads a shard that its owner is changing.
+"""Within a known step no rank changes a shard, so parameters are read where the ranks' shards lie: nothing is copied, and
+nobody reads a shard that its owner is changing.
 """
 
 from __future__ import annotations
