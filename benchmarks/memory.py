@@ -104,7 +104,7 @@ def build(name: str, config: dict[str, Any] | None, model: Any) -> tuple[Any, An
 def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, folder: str, pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # As on several hosts: ranks that share memory read parameters where the shards lie and need far less.
-    os.environ["DEEPCOMPILE_COMMUNICATOR"] = "c10d"
+    os.environ["DEEPCOMPILE_READ_IN_PLACE"] = "off"
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
     import gc
 

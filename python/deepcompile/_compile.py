@@ -134,7 +134,8 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             if not bound.get("keep"):
                 order.leaving.update(outputs)
             shared = bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
-            if shared or operation.get_device_or_error().type == "cpu":
+            device = operation.get_device()
+            if shared or device is None or device.type == "cpu":
                 # Others may read the same memory; on CPU it may be the shards themselves.
                 graph.never_reuse_buffers.update(outputs)
                 order.only_freed.update(outputs)

@@ -46,6 +46,7 @@ Environment Environment::read() {
   readNumber("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes, "bytes");
   readNumber("DEEPCOMPILE_STREAM_DELAY_US", environment.stream_delay_us, "microseconds");
   readChoice("DEEPCOMPILE_MALLOC", environment.malloc, {"tuned", "unchanged"});
+  readChoice("DEEPCOMPILE_READ_IN_PLACE", environment.read_in_place, {"auto", "off"});
   return environment;
 }
 

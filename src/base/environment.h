@@ -30,6 +30,10 @@ struct Environment {
   // DEEPCOMPILE_MALLOC = tuned | unchanged. Whether glibc's malloc keeps what a training step frees (docs/runtime.md).
   std::string malloc = "tuned";
 
+  // DEEPCOMPILE_READ_IN_PLACE = auto | off. Off: ranks that share memory copy parameters and stage gradients all the
+  // same, as they would on several hosts (docs/runtime.md).
+  std::string read_in_place = "auto";
+
   // Reads the process's environment. A value that is not listed above is an error that names the variable.
   static Environment read();
 };

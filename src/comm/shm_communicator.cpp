@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "deepcompile/base/environment.h"
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/log.h"
 #include "deepcompile/comm/shared_placement.h"
@@ -46,15 +47,16 @@ class ShmCommunicator final : public Communicator {
 
   void trim() override { trimShared(); }
   void placeTensors(std::shared_ptr<const std::unordered_set<std::size_t>> sizes) override {
-    placeShared(std::move(sizes));
+    placeShared(in_place_ ? std::move(sizes) : nullptr);
   }
-  bool travelsAsItLies(const at::Tensor& tensor) const override { return isShared(tensor); }
+  // Where nothing is placed nothing is gained by a copy either.
+  bool travelsAsItLies(const at::Tensor& tensor) const override { return !in_place_ || isShared(tensor); }
   bool takesSeparateTensors() const override { return true; }
 
   // Sums of 16-bit types are taken in fp32, and halves and quarters are exact: the order makes no difference.
   bool averageDividesFirst() const override { return std::has_single_bit(static_cast<unsigned>(size())); }
 
-  bool joinsShards() const override { return true; }
+  bool joinsShards() const override { return in_place_; }
   std::vector<std::shared_ptr<std::byte>> joinShards(std::span<const at::Tensor> shards) override {
     const std::vector<std::vector<std::int64_t>> offsets = exchangeOffsets(shards);
     std::vector<std::shared_ptr<std::byte>> joined(shards.size());
@@ -190,6 +192,7 @@ class ShmCommunicator final : public Communicator {
   }
 
   const std::shared_ptr<shm::Group> group_;
+  const bool in_place_ = Environment::read().read_in_place != "off";
   std::atomic<bool> said_full_{false};
   shm::RunTable table_;  // kept for their memory: one operation at a time
   std::vector<shm::Run> runs_;

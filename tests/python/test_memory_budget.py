@@ -17,7 +17,7 @@ from harness import run_ranks
 from models import Llama, Run, train_unsharded
 
 ROOT = pathlib.Path(__file__).parents[2]
-INLINE = {"DEEPCOMPILE_CPU_STREAM": "inline", "DEEPCOMPILE_COMMUNICATOR": "c10d"}  # in shared memory less is gathered
+INLINE = {"DEEPCOMPILE_CPU_STREAM": "inline"}
 
 
 def config(budget: int | str | None, backend: str) -> dict:

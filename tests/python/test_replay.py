@@ -176,7 +176,7 @@ def test_a_compiled_graph_is_saved_loaded_traced_and_runs_as_before(tmp_path) ->
 
 def gathers_of(model: nn.Module) -> dict[str, int]:
     stats = sharding_of(model).runtime.stats()
-    return {key: stats[key] for key in ("gathers_launched", "gathers_fused", "gathered_bytes_peak")}
+    return {key: stats[key] for key in ("gathers_launched", "gathers_fused")}
 
 
 def farthest_ahead(graph: deepcompile.CompiledGraph) -> int:
@@ -203,8 +203,6 @@ def obeys(rank: int, world: int) -> None:
     held = 4 * whole // world  # shards, sums of gradients and states as the planner counts them
     with graph.execute():
         iterate(model, optimizer)
-    kept = gathers_of(model)["gathered_bytes_peak"]
-    assert kept >= whole  # there is memory enough to keep all to the backward
     tight = deepcompile.compile(memory_budget=held + whole // 3)
     before = gathers_of(model)["gathers_launched"]
     with tight.execute():

@@ -185,7 +185,9 @@ def not_assumed(rank: int, world: int, config: dict) -> int:
     return engine.stats()["gathers_in_place"]
 
 
-def test_on_demand_in_debug_mode_and_in_other_dtypes_weights_are_copied() -> None:
+def test_on_demand_in_debug_mode_in_other_dtypes_and_where_it_is_switched_off_weights_are_copied() -> None:
     bf16 = {"compile": MODES["compile"], "bf16": {"enabled": True}}
     for config in ({"compile": False}, {"compile": MODES["compile"], "debug": True}, bf16):
         assert run_ranks(2, not_assumed, config) == [0, 0]
+    off = {"DEEPCOMPILE_READ_IN_PLACE": "off"}
+    assert run_ranks(2, not_assumed, {"compile": MODES["compile"]}, environment=off) == [0, 0]
