@@ -51,7 +51,9 @@ add_library(
   runtime/unsettled.cpp
   runtime/watchdog.cpp
   runtime/local_gradients.cpp
-  runtime/z3_executor.cpp)
+  runtime/z3_executor.cpp
+  runtime/z3_executor_gathers.cpp
+  runtime/z3_executor_reads.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
 target_sources(deepcompile PRIVATE $<TARGET_OBJECTS:dc_base> $<TARGET_OBJECTS:dc_shm>)
 target_link_libraries(deepcompile PRIVATE dc_flags "${HWY_LIBRARY}" Threads::Threads PUBLIC PythonTorch::torch)

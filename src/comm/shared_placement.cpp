@@ -1,11 +1,13 @@
 #include "deepcompile/comm/shared_placement.h"
 
+#include <atomic>
 #include <utility>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/base/log.h"
 #include "deepcompile/comm/shared_tensor.h"
 #include "deepcompile/shm/shared_heap.h"
 
@@ -16,6 +18,8 @@ thread_local std::shared_ptr<const SizesInBytes> placed_sizes;
 
 // PyTorch's own allocator at the time when this one was put before it. Set once, before anything is allocated here.
 c10::Allocator* ordinary = nullptr;
+
+std::atomic<bool> said_full{false};
 
 // Memory from raw_allocate() comes back through whatever allocator is in place then, so this takes both kinds.
 void freeEither(void* memory) {
@@ -32,8 +36,12 @@ class PlacingAllocator final : public c10::Allocator {
     if (placed_sizes != nullptr && placed_sizes->contains(bytes)) {
       try {
         return sharedAllocator()->allocate(bytes);
-      } catch (const Error&) {
-        placed_sizes = nullptr;  // no room: ordinary memory serves as well, only slower
+      } catch (const Error& error) {
+        placed_sizes = nullptr;
+        if (!said_full.exchange(true)) {
+          log(LogLevel::Warning,
+              concat("gradients lie in ordinary memory and are copied before they travel: ", error.what()));
+        }
       }
     }
     return ordinary->allocate(bytes);

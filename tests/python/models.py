@@ -174,12 +174,7 @@ def train_unsharded(
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train_with_engine(rank: int, world: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
-    import deepcompile
-
-    model = run.make()
-    engine = deepcompile.initialize(model, run.optimizer(model.parameters()), run.config)
-    torch.manual_seed(1000 + rank)
+def losses_with_engine(engine: Any, rank: int, run: Run) -> list[float]:
     losses = []
     for step in range(run.steps):
         for micro in range(run.accumulation):
@@ -187,6 +182,16 @@ def train_with_engine(rank: int, world: int, run: Run) -> tuple[list[float], dic
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
+    return losses
+
+
+def train_with_engine(rank: int, world: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    import deepcompile
+
+    model = run.make()
+    engine = deepcompile.initialize(model, run.optimizer(model.parameters()), run.config)
+    torch.manual_seed(1000 + rank)
+    losses = losses_with_engine(engine, rank, run)
     state = deepcompile.full_state_dict(model)
     stats = engine.stats()
     engine.close()

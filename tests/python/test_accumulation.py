@@ -12,7 +12,7 @@ import torch.distributed as dist
 import deepcompile
 from deepcompile import dc
 from harness import run_ranks
-from models import Run, assert_close, train_unsharded
+from models import Run, assert_close, losses_with_engine, train_unsharded
 from z3_fixture import GRAPH, start
 
 ops = torch.ops.dc
@@ -93,13 +93,7 @@ def accumulates(rank: int, world: int, run: Run, waits: bool) -> tuple[list[floa
     if waits:
         start_backward = runtime.start_backward
         runtime.start_backward = lambda update, settle_later: start_backward(update)
-    losses = []
-    for step in range(run.steps):
-        for micro in range(run.accumulation):
-            loss = engine(run.batch(rank, step, micro))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+    losses = losses_with_engine(engine, rank, run)
     state = {name: value.clone() for name, value in deepcompile.full_state_dict(engine.module).items()}
     return losses, state, engine.stats()["backwards_left_running"]
 

@@ -1,0 +1,332 @@
+// Gathers of ZeRO-3 and their end: memory, collective, the copy that is handed out, its release.
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/base/text.h"
+#include "deepcompile/runtime/agreement.h"
+#include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/raw_tensor.h"
+#include "deepcompile/runtime/storage_guard.h"
+#include "deepcompile/runtime/z3_executor.h"
+
+namespace dc {
+
+bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
+  const GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  return copy != nullptr && param_registry_->isCurrent(wanted.id, *copy);
+}
+
+void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
+  if (held_.insert(ds_id).second) {
+    ++param_registry_->holders(ds_id);
+  }
+}
+
+namespace {
+
+// A tensor as handOut makes it in debug mode: with a storage that has no memory.
+bool isGuard(const at::Tensor& tensor) {
+  return !gatherKeyOf(tensor) &&
+         tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
+}
+
+}  // namespace
+
+// Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the
+// tensor cannot be read until waitAllgather puts the storage under it.
+at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
+  at::Tensor out = aliasOf(copy.tensor);
+  if (context_->config.debug && !copy.waited) {
+    const auto key = *gatherKeyOf(copy.tensor);
+    auto guard =
+        c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), copy.tensor.storage().nbytes(),
+                                              c10::DataPtr(nullptr, out.device()), nullptr, false);
+    guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(), " is read before wait_allgather (graph ",
+                                graph_id_, ", ", place(), ")"));
+    out.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(guard)));
+  }
+  return out;
+}
+
+Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
+  const DSParam& param = param_registry_->getParam(wanted.id);
+  const at::Tensor& shard = param.getDSTensor();
+  const std::int64_t padded = param.getPaddedNumel();
+  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
+  if (auto memory = in_place_.find(wanted.id, wanted.dtype); memory != nullptr) {
+    context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+    const std::int64_t bytes = padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
+    return {GatherPart(), makeInPlace(std::move(memory), bytes, key, param.getShape(), context_->recorder)};
+  }
+  Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
+  if (!buffer.free_after.trivial()) {
+    gather_.stream->wait(buffer.free_after, context_->deadline());
+  }
+  GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
+                  rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
+  return {std::move(part),
+          makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder)};
+}
+
+namespace {
+
+// Shards are cast before they travel, so that fewer bytes do: straight to their place where the communicator gathers in
+// place.
+std::vector<GatherPart> castToTravel(const Communicator& comm, const std::vector<GatherPart>& parts) {
+  std::vector<GatherPart> cast;
+  std::vector<CopyPart> copies;
+  cast.reserve(parts.size());
+  for (const GatherPart& part : parts) {
+    if (part.shard.scalar_type() == part.full.scalar_type()) {
+      cast.push_back(part);
+      continue;
+    }
+    const std::int64_t size = part.shard.numel();
+    at::Tensor own =
+        comm.gathersInPlace() ? part.full.narrow(0, comm.rank() * size, size) : at::empty({size}, part.full.options());
+    copies.push_back({own, part.shard});
+    cast.push_back({std::move(own), part.full});
+  }
+  copyParts(copies);
+  return cast;
+}
+
+}  // namespace
+
+Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched) {
+  auto& stats = context_->stats;
+  stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  if (wanted.size() > 1) {
+    stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
+  }
+  if (gather_.comm->size() == 1) {
+    // Nobody to wait for: a copy in the caller's own order.
+    std::vector<CopyPart> copies;
+    copies.reserve(launched.size());
+    for (const Launched& one : launched) {
+      copies.push_back({one.part.full, one.part.shard});
+    }
+    copyParts(copies);
+    return Event();
+  }
+  std::vector<std::int64_t> ids;
+  std::vector<GatherPart> parts;
+  std::uint64_t tag = 1;  // ranks that gather other parameters of the same size must not be given each other's
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (launched[i].part.full.defined()) {
+      ids.push_back(wanted[i].id);
+      tag = tag * 0x100000001b3ULL + static_cast<std::uint64_t>(wanted[i].id) + 1;
+      parts.push_back(launched[i].part);
+    }
+  }
+  if (parts.empty()) {
+    return Event();  // all of them are read in place
+  }
+  if (context_->config.sync_before_allgather) {
+    gather_.stream->synchronize(context_->deadline());
+  }
+  std::string signature =
+      context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
+  auto what = [ids = std::move(ids), label = param_registry_->getParam(wanted[0].id).label(), graph = graph_id_,
+               context = context_] {
+    return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ",
+                  graph, ") on ", context->place);
+  };
+  runCollective(*gather_.stream, std::move(what),
+                [comm = gather_.comm, parts = std::move(parts), tag, signature = std::move(signature),
+                 context = context_, on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
+                  const std::int64_t began = Timeline::now();
+                  const Timeline::Mark started = context->timeline->mark();
+                  agreeOnCollective(*comm, signature);
+                  comm->allGather(castToTravel(*comm, parts), tag);
+                  if (started) {
+                    std::int64_t bytes = 0;
+                    for (const GatherPart& part : parts) {
+                      bytes += static_cast<std::int64_t>(part.full.nbytes());
+                    }
+                    context->timeline->add(Timeline::Kind::Gather, first, bytes, started);
+                  }
+                  if (on_callers_thread) {
+                    context->countWait(began);
+                  }
+                });
+  Event ready = gather_.stream->record();
+  for (const Launched& one : launched) {
+    setFreeAfter(one.tensor, ready);
+  }
+  if (context_->config.sync_after_allgather) {
+    context_->await(ready);
+  }
+  return ready;
+}
+
+void Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted) {
+  std::vector<Launched> launched;
+  launched.reserve(wanted.size());
+  for (const Wanted& one : wanted) {
+    // What is there is out of date: its memory first, so that the new copy may use it.
+    if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr) {
+      releaseStorage(
+          old->tensor,
+          concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
+          false);
+    }
+    launched.push_back(prepare(one));
+  }
+  const Event ready = start(wanted, launched);
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
+    copy.ready = ready;
+    copy.waited = context_->config.sync_after_allgather;
+    if (!launched[i].part.full.defined()) {
+      read_in_place_.push_back(wanted[i]);
+    }
+  }
+}
+
+at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  if (hasCurrentCopy(wanted)) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted});
+  }
+  hold(ds_id);
+  if (backwardOpen()) {
+    gathered_in_backward_.insert(ds_id);
+  }
+  if (context_->config.debug) {
+    ++gathered_[ds_id];
+  }
+  return handOut(*param_registry_->findGathered(ds_id, wanted.dtype));
+}
+
+void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds_ids,
+                                             const std::optional<std::vector<at::ScalarType>>& dtypes) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(!dtypes || dtypes->size() == ds_ids.size(), [&] {
+    return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ",
+                  graph_id_, ", ", place(), ")");
+  });
+  std::vector<Wanted> wanted;
+  for (std::size_t i = 0; i < ds_ids.size(); ++i) {
+    const DSParam& param = member(ds_ids[i]);
+    const Wanted w{ds_ids[i], dtypes ? (*dtypes)[i] : param.getDtype()};
+    const bool listed = std::any_of(wanted.begin(), wanted.end(),
+                                    [&](const Wanted& other) { return other.id == w.id && other.dtype == w.dtype; });
+    if (!listed && !hasCurrentCopy(w)) {
+      wanted.push_back(w);
+    }
+  }
+  if (!wanted.empty()) {
+    launch(wanted);
+  }
+  for (const std::int64_t id : ds_ids) {
+    hold(id);
+  }
+}
+
+void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) {
+  const DSParam& param = member(ds_id);
+  auto& copies = param_registry_->gatheredCopies(ds_id);
+  check(!copies.empty(), [&] {
+    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(),
+                  ")");
+  });
+  // A tensor of another dtype than any copy is a dummy: the id decides.
+  const bool by_dtype = v.numel() > 0 && param_registry_->findGathered(ds_id, v.scalar_type()) != nullptr;
+  for (GatheredParam& copy : copies) {
+    if (by_dtype && copy.tensor.scalar_type() != v.scalar_type()) {
+      continue;
+    }
+    if (!copy.waited) {
+      context_->await(copy.ready);
+      copy.ready = Event();
+      copy.waited = true;
+    }
+    if (context_->config.debug && isGuard(v) && v.sizes() == copy.tensor.sizes()) {
+      v.unsafeGetTensorImpl()->set_storage_keep_dtype(copy.tensor.storage());
+    }
+  }
+}
+
+void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size) {
+  const DSParam& param = member(ds_id);
+  check(n_users >= 1, [&] {
+    return concat("release_param: n_users is ", n_users, " for ", param.describe(), "; it must be at least 1 (graph ",
+                  graph_id_, ", ", place(), ")");
+  });
+  if (context_->profiling) {
+    return;
+  }
+  check(!context_->config.debug || held_.count(ds_id) > 0, [&] {
+    return concat("release_param: ", param.describe(),
+                  " is not gathered by this graph, or was released by all its users "
+                  "already (graph ",
+                  graph_id_, ", ", place(), ")");
+  });
+  if (n_users > 1) {
+    Uses& uses = uses_[ds_id];
+    if (uses.left == 0) {
+      uses = {n_users, n_users};
+    }
+    check(uses.n_users == n_users, [&] {
+      return concat("release_param: ", param.describe(), " is released with n_users=", n_users,
+                    " after n_users=", uses.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+    });
+    if (--uses.left > 0) {
+      return;
+    }
+  } else if (!uses_.empty()) {
+    const auto found = uses_.find(ds_id);
+    check(found == uses_.end() || found->second.left == 0, [&] {
+      return concat("release_param: ", param.describe(),
+                    " is released with n_users=1 after n_users=", found->second.n_users, " in the same pass (graph ",
+                    graph_id_, ", ", place(), ")");
+    });
+  }
+  drop(ds_id, size);
+}
+
+void Z3CustomOpExecutor::drop(std::int64_t ds_id, ReleasedSize size) {
+  if (held_.erase(ds_id) == 0) {
+    return;
+  }
+  if (--param_registry_->holders(ds_id) == 0 && !param_registry_->getParam(ds_id).isPersistent()) {
+    freeCopies(ds_id, size);
+  }
+}
+
+void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
+  std::string& message = release_messages_[ds_id];
+  if (message.empty()) {
+    message = concat(param_registry_->getParam(ds_id).describe(),
+                     " is read after its storage was freed by release_param (graph ", graph_id_, ", ", place(),
+                     "); gather it again, or count this use in n_users");
+  }
+  for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
+    if (context_->config.debug) {
+      context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
+    }
+    releaseStorage(copy.tensor, message, context_->config.debug, size);
+    context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
+  }
+  param_registry_->unregisterGatheredParam(ds_id);
+}
+
+void Z3CustomOpExecutor::awaitCopy(GatheredParam& copy) {
+  if (!copy.waited) {
+    context_->await(copy.ready);
+    copy.ready = Event();
+    copy.waited = true;
+  }
+}
+
+}  // namespace dc

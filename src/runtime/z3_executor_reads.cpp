@@ -1,0 +1,184 @@
+// Reads of parameters by the program, in modules and for what autograd saved: recorded, and following a plan where there
+// is one.
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "deepcompile/base/error.h"
+#include "deepcompile/runtime/raw_tensor.h"
+#include "deepcompile/runtime/z3_executor.h"
+
+namespace dc {
+
+std::int64_t Z3CustomOpExecutor::bytesOf(const Wanted& wanted) const {
+  return param_registry_->getParam(wanted.id).numel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
+}
+
+void Z3CustomOpExecutor::record(RecordedOp::Kind kind, const Wanted& wanted, bool backward,
+                                const Timeline::Mark& start) {
+  if (start) {
+    context_->recorder->add(kind, wanted.id, wanted.dtype, bytesOf(wanted), backward, start,
+                            DSParamRegistry::versionOf(param_registry_->getParam(wanted.id).getDSTensor()));
+  }
+}
+
+at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep,
+                                           bool backward) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const DSParam& param = member(ds_id);
+  const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
+  const bool planned = followRead({{ds_id, wanted.dtype}, ReplayAccess::Kind::Read, backward}).keep;
+  keep = keep || param.isPersistent() || planned;
+  const bool found = hasCurrentCopy(wanted);
+  if (found) {
+    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    launch({wanted});
+  }
+  record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, backward, mark);
+  mark = context_->recorder->mark();
+  GatheredParam& copy = *param_registry_->findGathered(ds_id, wanted.dtype);
+  awaitCopy(copy);
+  record(RecordedOp::Kind::Wait, wanted, backward, mark);
+  at::Tensor tensor = aliasOf(copy.tensor);
+  if (!keep) {
+    letGo(wanted);
+  }
+  context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
+  return tensor;
+}
+
+void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
+                                        const std::vector<at::ScalarType>& dtypes, bool backward) {
+  if (follower_ != nullptr && !ds_ids.empty() && !follower_->isLeaf(ds_ids[0])) {
+    return;  // planned for one compiled graph; what is followed is planned for the whole step
+  }
+  if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
+    const Timeline::Mark mark = context_->recorder->mark();
+    followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
+    prefetchParamsFused(ds_ids, dtypes);
+    for (std::size_t i = 0; i < ds_ids.size(); ++i) {
+      record(RecordedOp::Kind::Prefetch, {ds_ids[i], dtypes[i]}, backward, mark);
+    }
+    return;
+  }
+  prefetchParamsFused(ds_ids, dtypes);
+}
+
+void Z3CustomOpExecutor::follow(std::shared_ptr<ReplayFollower> follower) {
+  if (follower_ != nullptr) {
+    dropKeys(follower_->abandon());
+  }
+  follower_ = std::move(follower);
+}
+
+void Z3CustomOpExecutor::endCycle() {
+  if (follower_ != nullptr && follower_->inCycle()) {
+    dropKeys(follower_->end());
+  }
+}
+
+// Their memory lives on in the tensors that were handed out.
+void Z3CustomOpExecutor::dropKeys(const std::vector<ReplayKey>& keys) {
+  for (const ReplayKey& key : keys) {
+    letGo({key.id, key.dtype});
+  }
+}
+
+ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) {
+  if (follower_ == nullptr) [[likely]] {
+    return {};
+  }
+  if (!follower_->inCycle()) {
+    std::unordered_set<std::int64_t> current;
+    for (const std::int64_t id : follower_->persistent()) {
+      for (const GatheredParam& copy : param_registry_->gatheredCopies(id)) {
+        if (param_registry_->isCurrent(id, copy)) {
+          current.insert(id);
+        }
+      }
+    }
+    follower_->begin(std::move(current));
+  }
+  ReplayFollower::Step step = follower_->next(access);
+  dropKeys(step.drop);
+  for (const auto& launch : step.launches) {
+    std::vector<std::int64_t> ids;
+    std::vector<at::ScalarType> dtypes;
+    for (const ReplayKey& key : launch) {
+      ids.push_back(key.id);
+      dtypes.push_back(key.dtype);
+    }
+    prefetchParamsFused(ids, dtypes);
+  }
+  return step;
+}
+
+void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
+  int& holders = param_registry_->holders(wanted.id);
+  if (held_.erase(wanted.id) > 0) {
+    --holders;
+  }
+  if (holders > 0) {
+    return;  // another graph means to read it
+  }
+  forgetCopy(wanted);
+}
+
+void Z3CustomOpExecutor::forgetCopy(const Wanted& wanted) {
+  auto& copies = param_registry_->gatheredCopies(wanted.id);
+  copies.erase(std::remove_if(copies.begin(), copies.end(),
+                              [&](const GatheredParam& copy) { return copy.tensor.scalar_type() == wanted.dtype; }),
+               copies.end());
+}
+
+at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(key.generation == context_->generation, [&] {
+    return concat("a backward needs parameter id ", key.id, " of graph ", key.graph_id,
+                  " from a runtime that was cleaned up since its forward (", place(), ")");
+  });
+  const DSParam& param = member(key.id);
+  const std::uint32_t version = DSParamRegistry::versionOf(param.getDSTensor());
+  check(version == key.version, [&] {
+    return concat(param.describe(),
+                  " was changed between the forward and the backward that needs it (its shard's version went "
+                  "from ",
+                  key.version, " to ", version, "); run the backward before the update (", place(), ")");
+  });
+  const Wanted wanted{key.id, key.dtype};
+  const Timeline::Mark entered = context_->timeline->mark();
+  Timeline::Mark mark = context_->recorder->mark();
+  const ReplayFollower::Step step = followRead({{key.id, key.dtype}, ReplayAccess::Kind::Read, /*backward=*/true});
+  at::Tensor tensor;
+  const bool found = hasCurrentCopy(wanted);
+  if (!found && step.keep) {
+    launch({wanted});
+  }
+  if (found || step.keep) {
+    record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, true, mark);
+    mark = context_->recorder->mark();
+    GatheredParam& copy = *param_registry_->findGathered(key.id, key.dtype);
+    awaitCopy(copy);
+    tensor = aliasOf(copy.tensor);
+    if (step.followed && !step.keep && !param.isPersistent()) {
+      letGo(wanted);
+    }
+  } else {
+    context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
+    const Launched launched = prepare(wanted);
+    const Event ready = start({wanted}, {launched});
+    record(RecordedOp::Kind::Gather, wanted, true, mark);
+    mark = context_->recorder->mark();
+    context_->await(ready);
+    tensor = launched.tensor;
+  }
+  record(RecordedOp::Kind::Wait, wanted, true, mark);
+  context_->timeline->add(Timeline::Kind::Take, key.id, 0, entered);
+  return tensor;
+}
+
+}  // namespace dc
