@@ -46,6 +46,7 @@ add_library(
   runtime/shards_in_place.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
+  runtime/host_copies.cpp
   runtime/tensor_text.cpp
   runtime/timeline.cpp
   runtime/unsettled.cpp

@@ -10,6 +10,7 @@ class Config:
     symmetric_memory: bool
     double_buffer: bool
     free_activation_threshold: int
+    offload_limit: int
     sync_before_reduce: bool
     sync_after_reduce: bool
     sync_before_allgather: bool

@@ -87,6 +87,11 @@ class _Unit:
         return self._step is not None and not self._planner.holds_model(self._step)
 
     @property
+    def shares_gathers(self) -> bool:
+        """True where others may read what this graph gathers: on one rank that may be the parameters themselves."""
+        return self.part_of_a_step or (self._sharding is not None and self._sharding.world == 1)
+
+    @property
     def backend(self) -> str:
         return "inductor" if self._sharding is None else self._sharding.config.compile.backend
 
@@ -177,7 +182,7 @@ class _Unit:
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
                 if not planned:
                     hold_back_gathers(graph)
-                if self.part_of_a_step:
+                if self.shares_gathers:
                     share_gathers(graph)
                 return inner(graph, example_inputs, **kwargs)
 
@@ -228,7 +233,7 @@ def _partitioner(unit: _Unit) -> Any:
 
         def uuid(self) -> str:
             # What it decides is in the graph's text, but for who may read what the graph gathers.
-            return "deepcompile, a part" if unit.part_of_a_step else "deepcompile"
+            return "deepcompile, a part" if unit.shares_gathers else "deepcompile"
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -27,6 +27,8 @@ class RuntimeConfig:
     pre_div_reduce: bool = True
     #: Seconds that any wait may take; ten times as long until the first step has ended.
     timeout: float = 300.0
+    #: Bytes of host memory that offloaded tensors and parameters may take at once; 0: as many as there are.
+    offload_limit: int = 0
     #: Find reads before the wait and after the release, unmatched reductions, and ranks that differ.
     debug: bool = False
 
@@ -71,6 +73,8 @@ def make_config(config: Mapping[str, Any] | object | None) -> _C.Config:
             setattr(native, key, field.default)
     if not 0 < native.timeout < 1e8:
         raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0 and below 1e8")
+    if native.offload_limit < 0:
+        raise ValueError(f"config key 'offload_limit' is {native.offload_limit}; it counts bytes, and 0 means no limit")
     if native.free_activation_threshold < 0:
         raise ValueError(
             f"config key 'free_activation_threshold' is {native.free_activation_threshold}; it counts elements"

@@ -115,6 +115,7 @@ void bindConfig(py::module_& module) {
       .def_readwrite("symmetric_memory", &Config::symmetric_memory)
       .def_readwrite("double_buffer", &Config::double_buffer)
       .def_readwrite("free_activation_threshold", &Config::free_activation_threshold)
+      .def_readwrite("offload_limit", &Config::offload_limit)
       .def_readwrite("sync_before_reduce", &Config::sync_before_reduce)
       .def_readwrite("sync_after_reduce", &Config::sync_after_reduce)
       .def_readwrite("sync_before_allgather", &Config::sync_before_allgather)

@@ -22,6 +22,8 @@ struct Config {
   // Seconds that any wait may take. Until the first step has ended it is kFirstStepFactor times as long, because ranks
   // compile at different speed.
   double timeout = 300;
+  // Bytes of host memory that offloaded tensors and parameters may take at once; 0: as many as there are.
+  std::int64_t offload_limit = 0;
   // Detect reads of gathered parameters before their wait or after their release, and unmatched reductions.
   bool debug = false;
 

@@ -107,12 +107,12 @@ at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const G
 }
 
 at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
-                       at::IntArrayRef shape, std::shared_ptr<Recorder> recorder) {
+                       at::IntArrayRef shape, at::Device device, std::shared_ptr<Recorder> recorder) {
   using Holder = std::shared_ptr<std::byte>;
   std::byte* const data = memory.get();
   c10::DataPtr pointer(
-      data, new Holder(std::move(memory)), [](void* holder) { delete static_cast<Holder*>(holder); }, at::kCPU);
-  return makeGathered(nullptr, {std::move(pointer), bytes, Event()}, key, shape, at::kCPU, std::move(recorder));
+      data, new Holder(std::move(memory)), [](void* holder) { delete static_cast<Holder*>(holder); }, device);
+  return makeGathered(nullptr, {std::move(pointer), bytes, Event()}, key, shape, device, std::move(recorder));
 }
 
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor) {

@@ -34,7 +34,7 @@ at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const G
 
 // The same over the shards themselves, which nobody owns here and which stay: `memory` is let go of, not given back.
 at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
-                       at::IntArrayRef shape, std::shared_ptr<Recorder> recorder = nullptr);
+                       at::IntArrayRef shape, at::Device device, std::shared_ptr<Recorder> recorder = nullptr);
 
 // The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);

@@ -54,10 +54,12 @@ bool DSParam::isPublished(const at::Tensor& gradient) const {
          published_version_ == gradient._version();
 }
 
-void DSParam::setOffloadStreams(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, double timeout) {
+void DSParam::setOffload(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload,
+                         std::shared_ptr<HostCopies> copies, double timeout) {
   Offload& state = offloadState();
   state.offload_stream = std::move(offload);
   state.reload_stream = std::move(reload);
+  state.copies = std::move(copies);
   state.timeout = timeout;
 }
 
@@ -66,6 +68,7 @@ DSParam::Offload& DSParam::offloadState() const {
     offload_ = std::make_shared<Offload>();
     offload_->offload_stream = makeCpuStream(CpuStreamMode::Inline, "offload");
     offload_->reload_stream = makeCpuStream(CpuStreamMode::Inline, "reload");
+    offload_->copies = std::make_shared<HostCopies>(ds_tensor_.device(), 0);
   }
   return *offload_;
 }
@@ -97,14 +100,16 @@ void DSParam::offload() {
     return;
   }
   const auto bytes = static_cast<std::int64_t>(storage.nbytes());
-  state.host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(!shard.device().is_cpu()));
+  const at::Tensor there = rawTensor(storage._mutable_data_ptr_no_checks().get(), {bytes}, at::kByte, shard.device());
+  state.host = state.copies->take(there, *state.offload_stream, deadlineAfter(Seconds(state.timeout)));
   // The storage is empty from now on; the work owns the device memory until it has been copied.
   auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, shard.device())));
   guardUntilReturn(storage, describe() + " is offloaded to host memory; call reload_parameter before it is used");
-  state.offload_stream->run([host = state.host, memory, bytes, device = shard.device()] {
-    host.copy_(rawTensor(memory->get(), {bytes}, at::kByte, device), /*non_blocking=*/true);
+  state.offload_stream->run([to = HostCopies::inFlight(state.host), there, memory] {
+    to.tensor.copy_(there, /*non_blocking=*/true);
   });
   state.host_ready = state.offload_stream->record();
+  HostCopies::usedUntil(state.host, state.host_ready);
   state.away = true;
 }
 
@@ -123,9 +128,11 @@ void DSParam::bringBack() const {
   unguardStorage(storage);
   storage.set_data_ptr_noswap(std::move(memory));
   state.reload_stream->wait(state.host_ready, deadlineAfter(Seconds(state.timeout)));
-  state.reload_stream->run(
-      [host = state.host, target, shard = ds_tensor_] { target.copy_(host, /*non_blocking=*/true); });
+  state.reload_stream->run([from = HostCopies::inFlight(state.host), target, shard = ds_tensor_] {
+    target.copy_(from.tensor, /*non_blocking=*/true);
+  });
   state.reloaded = state.reload_stream->record();
+  HostCopies::usedUntil(state.host, state.reloaded);
   state.host = at::Tensor();
   state.host_ready = Event();
   state.away = false;

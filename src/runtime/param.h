@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "deepcompile/comm/communicator.h"
+#include "deepcompile/runtime/host_copies.h"
 #include "deepcompile/runtime/stream.h"
 
 namespace dc {
@@ -73,13 +74,15 @@ class DSParam {
   // Frozen on this rank's word alone until the ranks agree: for ZeRO-1 and 2 a rank may own nothing of a trainable one.
   void setTrainable(bool trainable) { trainable_ = trainable; }
 
-  // The streams and the timeout (seconds) of offload and reload. Without them both are synchronous.
-  void setOffloadStreams(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, double timeout);
+  // The streams, the host memory and the timeout (seconds) of offload and reload. Without them both are synchronous.
+  void setOffload(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, std::shared_ptr<HostCopies> copies,
+                  double timeout);
 
  private:
   struct Offload {
     std::shared_ptr<Stream> offload_stream;
     std::shared_ptr<Stream> reload_stream;
+    std::shared_ptr<HostCopies> copies;
     double timeout = 300;
     bool away = false;
     at::Tensor host;   // the bytes while away

@@ -65,7 +65,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       // caller's order.
       copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
       offload_stream_(makeStream("offload", copyMode())),
-      reload_stream_(makeStream("reload", copyMode())) {
+      reload_stream_(makeStream("reload", copyMode())),
+      host_copies_(std::make_shared<HostCopies>(device_, context_->config.offload_limit)) {
   if (device_.is_cpu()) {
     keepFreedMemory();
   }
@@ -178,7 +179,7 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
                            persistent);
   DSParam& param = registry_->getParam(ds_id);
   param.setName(options.name);
-  param.setOffloadStreams(offload_stream_, reload_stream_, context_->config.timeout);
+  param.setOffload(offload_stream_, reload_stream_, host_copies_, context_->config.timeout);
   if (options.reduce_dtype) {
     param.setReduceDtype(*options.reduce_dtype);
   }
@@ -251,7 +252,8 @@ void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> 
   checkOpen();
   GraphTable::global().add(
       std::make_shared<const Graph>(Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
-                                          std::make_shared<TensorOffload>(offload_stream_, reload_stream_, context_)}));
+                                          std::make_shared<TensorOffload>(offload_stream_, reload_stream_,
+                                                                          host_copies_, context_)}));
   executors_.emplace(graph_id, std::move(executor));
   agreed_ = false;
 }

@@ -112,6 +112,7 @@ class Runtime {
   const std::shared_ptr<DoubleBufferedReduceBucket>& reduceBuckets() const { return reduce_buckets_; }
   const Channels& channels() const { return channels_; }
   BufferPool& pool() { return *pool_; }
+  const HostCopies& hostCopies() const { return *host_copies_; }
   const std::shared_ptr<Stream>& reduceStream() const { return reduce_stream_; }
   const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& processGroup() const { return process_group_; }
@@ -150,6 +151,7 @@ class Runtime {
   std::shared_ptr<Stream> copy_stream_;
   std::shared_ptr<Stream> offload_stream_;
   std::shared_ptr<Stream> reload_stream_;
+  const std::shared_ptr<HostCopies> host_copies_;
   std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;
   bool agreed_ = false;
   bool ran_forward_ = false;

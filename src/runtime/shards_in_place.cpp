@@ -30,8 +30,9 @@ ShardsInPlace::ShardsInPlace(std::shared_ptr<Communicator> comm, std::shared_ptr
 
 void ShardsInPlace::hold(bool hold) {
   const bool useless = joined_ && memory_.empty();
+  const bool lie_so = comm_->size() == 1 ? !off_ : comm_->joinsShards();
   // Debug mode wants memory of its own: it poisons what is released.
-  const bool can = comm_->joinsShards() && comm_->size() > 1 && !useless && !context_->config.debug;
+  const bool can = lie_so && !useless && !context_->config.debug;
   state_ = hold && can && !context_->profiling ? State::Held : State::Off;
 }
 
@@ -83,9 +84,21 @@ void ShardsInPlace::meet() {
   joined_ = true;
 }
 
+std::shared_ptr<std::byte> ShardsInPlace::ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const {
+  const DSParam& param = registry_->getParam(ds_id);
+  if (param.getDtype() != dtype || placeOf(param) == nullptr || !param.getDSTensor().is_contiguous()) {
+    return nullptr;
+  }
+  const auto shard = std::make_shared<at::Tensor>(param.getDSTensor());
+  return {shard, static_cast<std::byte*>(shard->mutable_data_ptr())};
+}
+
 std::shared_ptr<std::byte> ShardsInPlace::find(std::int64_t ds_id, at::ScalarType dtype) {
   if (state_ == State::Off) [[likely]] {
     return nullptr;
+  }
+  if (comm_->size() == 1) {
+    return ofOneRank(ds_id, dtype);
   }
   if (state_ == State::Held) {
     meet();

@@ -1,5 +1,5 @@
 // Gathers that move nothing: where the ranks' shards can be had under adjacent addresses (Communicator::joinShards) a
-// parameter is read where its shards lie.
+// parameter is read where its shards lie. One rank's shard is the parameter.
 //
 // That is only right while no rank changes a shard, so the program has to say when: from hold() until the backward
 // before an update has ended. At the first read in that time the ranks meet, so that all have done with what they
@@ -17,6 +17,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "deepcompile/base/environment.h"
 #include "deepcompile/comm/communicator.h"
 #include "deepcompile/runtime/context.h"
 #include "deepcompile/runtime/registry.h"
@@ -45,6 +46,7 @@ class ShardsInPlace {
     Met,
   };
   void meet();
+  std::shared_ptr<std::byte> ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const;
   bool whereTheyWere() const;
 
   const std::shared_ptr<Communicator> comm_;
@@ -52,6 +54,7 @@ class ShardsInPlace {
   const std::shared_ptr<Context> context_;
   const std::shared_ptr<DSParamRegistry> registry_;
   const std::vector<std::int64_t> ids_;
+  const bool off_ = Environment::read().read_in_place == "off";
   State state_ = State::Off;
   bool reads_open_ = false;
   bool joined_ = false;

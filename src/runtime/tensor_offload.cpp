@@ -11,9 +11,10 @@
 namespace dc {
 
 TensorOffload::TensorOffload(std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,
-                             std::shared_ptr<Context> context)
+                             std::shared_ptr<HostCopies> copies, std::shared_ptr<Context> context)
     : offload_stream_(std::move(offload_stream)),
       reload_stream_(std::move(reload_stream)),
+      copies_(std::move(copies)),
       context_(std::move(context)) {}
 
 TensorOffload::Transfer& TensorOffload::find(const char* operation, std::int64_t id) {
@@ -26,15 +27,15 @@ TensorOffload::Transfer& TensorOffload::find(const char* operation, std::int64_t
 
 at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor host = copies_->take(tensor, *offload_stream_, context_->deadline());
   Transfer& transfer = transfers_[id];
   transfer.device = tensor.device();
   transfer.reloading = false;
-  at::Tensor host = at::empty_like(
-      tensor, tensor.options().device(at::kCPU).requires_grad(false).pinned_memory(!tensor.device().is_cpu()));
   runDetached(
       *offload_stream_, [id] { return concat("offloading tensor ", id); },
-      [host, tensor] { host.copy_(tensor, true); });
+      [to = HostCopies::inFlight(host), tensor] { to.tensor.copy_(tensor, true); });
   transfer.offloaded = offload_stream_->record();
+  HostCopies::usedUntil(host, transfer.offloaded);
   context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
   return host;
 }
@@ -48,8 +49,10 @@ at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
       at::empty_like(host, host.options().device(transfer.device).requires_grad(false).pinned_memory(false));
   reload_stream_->wait(transfer.offloaded, context_->deadline());
   runDetached(
-      *reload_stream_, [id] { return concat("reloading tensor ", id); }, [host, tensor] { tensor.copy_(host, true); });
+      *reload_stream_, [id] { return concat("reloading tensor ", id); }, 
+      [from = HostCopies::inFlight(host), tensor] { tensor.copy_(from.tensor, true); });
   transfer.reloaded = reload_stream_->record();
+  HostCopies::usedUntil(host, transfer.reloaded);
   transfer.reloading = true;
   context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
   return tensor;

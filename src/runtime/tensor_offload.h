@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "deepcompile/runtime/context.h"
+#include "deepcompile/runtime/host_copies.h"
 #include "deepcompile/runtime/stream.h"
 
 namespace dc {
@@ -17,7 +18,7 @@ namespace dc {
 class TensorOffload {
  public:
   TensorOffload(std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,
-                std::shared_ptr<Context> context);
+                std::shared_ptr<HostCopies> copies, std::shared_ptr<Context> context);
 
   // Starts copying `tensor` to the host. The copy is readable after waitOffload(id).
   at::Tensor offload(const at::Tensor& tensor, std::int64_t id);
@@ -37,6 +38,7 @@ class TensorOffload {
 
   const std::shared_ptr<Stream> offload_stream_;
   const std::shared_ptr<Stream> reload_stream_;
+  const std::shared_ptr<HostCopies> copies_;
   const std::shared_ptr<Context> context_;
   std::unordered_map<std::int64_t, Transfer> transfers_;
 };

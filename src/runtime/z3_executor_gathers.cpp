@@ -61,7 +61,7 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   if (auto memory = in_place_.find(wanted.id, wanted.dtype); memory != nullptr) {
     context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
     const std::int64_t bytes = padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
-    return {GatherPart(), makeInPlace(std::move(memory), bytes, key, param.getShape(), context_->recorder)};
+    return {GatherPart(), makeInPlace(std::move(memory), bytes, key, param.getShape(), shard.device(), context_->recorder)};
   }
   Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
   if (!buffer.free_after.trivial()) {
@@ -109,7 +109,9 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
     std::vector<CopyPart> copies;
     copies.reserve(launched.size());
     for (const Launched& one : launched) {
-      copies.push_back({one.part.full, one.part.shard});
+      if (one.part.full.defined()) {
+        copies.push_back({one.part.full, one.part.shard});
+      }
     }
     copyParts(copies);
     return Event();

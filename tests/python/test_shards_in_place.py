@@ -96,6 +96,24 @@ def test_weights_are_read_where_the_shards_lie_and_train_as_unsharded(
         assert 3 * LAYERS <= read_in_place < launched
 
 
+def on_one_rank(rank: int, world: int, mode: str) -> tuple[list[float], int, int]:
+    model = Model()
+    config = {"zero_optimization": {"stage": 3, "gather_at_one_rank": True}, "compile": MODES[mode]}
+    engine = deepcompile.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), config)
+    losses = train(engine, rank, range(6))
+    stats = engine.stats()
+    return losses, stats["gathers_launched"], stats["gathers_in_place"]
+
+
+@pytest.mark.parametrize("mode", ["inductor", "replay"])
+def test_on_one_rank_parameters_of_any_size_are_read_in_place(mode: str) -> None:
+    [(losses, launched, read_in_place)] = run_ranks(1, on_one_rank, mode)
+    assert losses == pytest.approx(unsharded(1, 6, 1)[0], rel=1e-5)
+    assert launched >= 6 * 2 * LAYERS  # a weight and a bias each
+    # The first steps of a replay are recorded, and gather on demand.
+    assert read_in_place == launched if mode == "inductor" else 2 * 2 * LAYERS <= read_in_place
+
+
 def counts_what_is_moved(rank: int, world: int) -> None:
     engine = engine_of("replay")
     train(engine, rank, range(3))

@@ -72,7 +72,7 @@ TEST(Param, TheSizeOfAShardedGradientIncludesThePadding) {
 class Offload : public ::testing::TestWithParam<CpuStreamMode> {
  protected:
   void useStreams(DSParam& param, double timeout = 20) {
-    param.setOffloadStreams(offload_stream_, reload_stream_, timeout);
+    param.setOffload(offload_stream_, reload_stream_, std::make_shared<HostCopies>(at::kCPU, 0), timeout);
   }
 
   const std::shared_ptr<Stream> offload_stream_ = makeCpuStream(GetParam(), "offload");
@@ -179,7 +179,7 @@ TEST(OffloadWithWorkers, AReloadThatNeverComesIsADeadlineAndNotAHang) {
   std::promise<void> go;
   offload->run([wait = go.get_future().share()] { wait.wait(); });
   DSParam param = sharded(at::arange(10, at::kFloat));
-  param.setOffloadStreams(offload, reload, 0.05);
+  param.setOffload(offload, reload, std::make_shared<HostCopies>(at::kCPU, 0), 0.05);
   param.offload();
   EXPECT_HAS(errorOf([&] { param.getDSTensor(); }), "stream did not finish its work before the deadline");
   go.set_value();

@@ -17,7 +17,8 @@ class TensorOffloadTest : public ::testing::TestWithParam<CpuStreamMode> {
   const std::shared_ptr<Context> context_ = std::make_shared<Context>(testing::configOfTests(), 1, 2);
   const std::shared_ptr<Stream> out_ = makeCpuStream(GetParam(), "offload");
   const std::shared_ptr<Stream> in_ = makeCpuStream(GetParam(), "reload");
-  TensorOffload offload_{out_, in_, context_};
+  const std::shared_ptr<HostCopies> copies_ = std::make_shared<HostCopies>(at::kCPU, 1 << 20);
+  TensorOffload offload_{out_, in_, copies_, context_};
 };
 
 TEST_P(TensorOffloadTest, ATensorComesBackWithItsValuesShapeAndStrides) {
@@ -58,6 +59,34 @@ TEST_P(TensorOffloadTest, WhatIsOffloadedAgainUnderTheSameIdIsTheNewTensor) {
   const at::Tensor back = offload_.reload(host, 1);
   offload_.waitReload(1);
   EXPECT_TRUE(at::equal(back, at::full({3}, 2.0)));
+}
+
+TEST_P(TensorOffloadTest, TheMemoryOfACopyThatNobodyHoldsServesTheNextOneOnceItsReloadIsDone) {
+  std::vector<at::Tensor> back;
+  for (int i = 0; i < 20; ++i) {
+    const at::Tensor host = offload_.offload(at::full({1 << 14}, i, at::kFloat), i);
+    back.push_back(offload_.reload(host, i));
+  }
+  for (int i = 0; i < 20; ++i) {
+    offload_.waitReload(i);
+    EXPECT_EQ(back[static_cast<std::size_t>(i)].min().item<float>(), i);
+    EXPECT_EQ(back[static_cast<std::size_t>(i)].max().item<float>(), i);
+  }
+  EXPECT_EQ(copies_->pool().taken(), 20);
+  EXPECT_EQ(copies_->pool().reused(), 19);
+}
+
+TEST_P(TensorOffloadTest, MoreThanTheLimitIsAnErrorThatNamesTheKeyAndLeavesTheRestUsable) {
+  at::Tensor host = offload_.offload(at::ones({200 << 10}), 1);
+  EXPECT_EQ(errorOf([&] { offload_.offload(at::ones({100 << 10}), 2); }),
+            "offloading needs 409600 bytes of host memory, and 819200 of the 1048576 bytes that config key "
+            "'offload_limit' allows are in use; raise it, or offload less at a time");
+  offload_.waitOffload(1);
+  EXPECT_EQ(host.sum().item<float>(), 200 << 10);
+  host = at::Tensor();
+  host = offload_.offload(at::ones({100 << 10}), 2);
+  offload_.waitOffload(2);
+  EXPECT_EQ(host.sum().item<float>(), 100 << 10);
 }
 
 TEST_P(TensorOffloadTest, AnUnknownIdIsAnErrorThatNamesOperationIdAndRank) {
