@@ -20,6 +20,7 @@ set(cuda_sources
     comm/symmetric_communicator_cuda.cpp
     comm/symmetric_heap_cuda.cpp
     comm/copy_kernels_cuda.cu
+    comm/sum_kernels_cuda.cu
     runtime/register_kernels_cuda.cpp)
 if(PythonTorch_CUDA)
   Python_add_library(_cuda MODULE WITH_SOABI ${cuda_sources})

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from deepcompile._load import _C
+
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam")
 
 #: What an optimizer held besides shards when it was last looked at.
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 _installed = False
 
@@ -53,6 +55,10 @@ def total_norm_over_shards(
 ) -> torch.Tensor:
     """The norm over the shards of all ranks. ``replicated``: the norm of gradients that every rank holds alike."""
     device = gradients[0].device if gradients else torch.device("cpu")
+    if norm_type == 2.0:
+        squares = _C.sum_of_squares(gradients, device)
+        _sum_over_ranks(squares, group)
+        return (squares if replicated is None else squares + replicated.double().square()).sqrt()
     local = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         local = torch.linalg.vector_norm(_local_norms(gradients, norm_type), norm_type, dtype=torch.float64)
@@ -172,16 +178,16 @@ def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_added_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
+    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if _seen.get(optimizer) == looked_at:
+        return
     others = {
         param
         for group in optimizer.param_groups
         for param in group["params"]
         if not hasattr(param, "full_shape") and param.requires_grad and param.numel() > 0
     }
-    looked_at = set(map(id, others))
-    if not others or _seen.get(optimizer) == looked_at:
-        return
-    for sharding in _shardings():
+    for sharding in _shardings() if others else ():
         model = sharding.living_model
         for name, param in model.named_parameters() if model is not None and not sharding.whole else ():
             if param in others:

@@ -50,13 +50,15 @@ class Clipping:
         return True
 
     def _leave_it_to(self, optimizer: Any, norm: torch.Tensor, scale: float) -> None:
-        norm = norm / scale
+        if scale != 1.0:
+            norm = norm / scale
         self._norm = norm
-        divisor = torch.full_like(norm, scale)
         if self._limit > 0:
-            divisor = divisor * ((norm + 1e-6) / self._limit).clamp(min=1.0)
-        optimizer.grad_scale = divisor.float()
-        optimizer.found_inf = (~torch.isfinite(norm)).float()
+            optimizer.grad_scale = (((norm + 1e-6) / self._limit).clamp(min=1.0) * scale).float()
+        elif scale != 1.0:
+            optimizer.grad_scale = torch.full_like(norm, scale, dtype=torch.float32)
+        nothing = norm * 0  # unless the norm is not finite: then it is not a number, which equals nothing
+        optimizer.found_inf = nothing.ne(nothing).float()
         assert self._skipped is not None
         self._skipped.send(optimizer.found_inf)
 
@@ -76,18 +78,19 @@ class _LateFlag:
 
     def __init__(self) -> None:
         self._host = torch.zeros((), pin_memory=True, device="cpu")
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sent = False
 
     def send(self, flag: torch.Tensor) -> None:
         self._host.copy_(flag, non_blocking=True)
-        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record()
+        self._sent = True
 
     def take(self) -> bool:
-        if self._arrived is None:
+        if not self._sent:
             return False
         self._arrived.synchronize()  # of the step before: it has passed long ago
-        self._arrived = None
+        self._sent = False
         return bool(self._host.item())
 
 

@@ -234,8 +234,12 @@ class Engine(EngineSurface):
         )
 
     def zero_grad(self) -> None:
-        for param in self.module.parameters():
-            param.grad = None
+        # All parameters there are, without a walk through the modules: that takes longer than many a kernel.
+        for sharded in self.sharding.params:
+            sharded.param.grad = None
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            for param in group["params"]:
+                param.grad = None
 
     @property
     def gradients_pending(self) -> bool:

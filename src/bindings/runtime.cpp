@@ -14,6 +14,7 @@
 #include "deepcompile/comm/channel.h"
 #include "deepcompile/comm/roll_call.h"
 #include "deepcompile/comm/shm_communicator.h"
+#include "deepcompile/runtime/device_kernels.h"
 
 namespace dc {
 namespace {
@@ -210,6 +211,7 @@ void bindRuntime(py::module_& module) {
       .def("stats", &statsOf);
 
   module.def("default_runtime", &defaultRuntime);
+  module.def("sum_of_squares", &sumOfSquares, py::arg("tensors"), py::arg("device"), NoGil());
   module.def("graph_ids", [] { return GraphTable::global().ids(); });
   module.def("set_default_runtime", &setDefaultRuntime, py::arg("runtime").none(true));
 }

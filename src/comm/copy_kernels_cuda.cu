@@ -1,13 +1,14 @@
 // Copies of many pieces in one launch, with a cast; and a delay for tests. Memory bandwidth bounds the copies.
 #include "deepcompile/comm/copy_kernels_cuda.h"
 
-#include <algorithm>
 #include <cstdint>
 
 #include <cuda_runtime.h>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+
+#include "deepcompile/comm/pieces_cuda.h"
 
 namespace dc::cuda {
 namespace {
@@ -16,31 +17,13 @@ constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 16;
 constexpr std::int64_t kElementsPerBlock = kThreads * kElementsPerThread;
 
-// Passed by value: kernel arguments may have 4 KiB.
-struct Launch {
-  Piece pieces[kMostPieces];
-  int first_block[kMostPieces + 1];
-  int count;
-};
-
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T values[kCount];
-};
-
 // 16 bytes of the wider type at a time where both ends are aligned for it.
 template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ Launch launch) {
-  int piece = 0;
-  while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
-    ++piece;
-  }
-  const Piece& work = launch.pieces[piece];
-  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - launch.first_block[piece]) * kElementsPerBlock;
-  const std::int64_t rest = work.count - begin;
-  const std::int64_t size = rest < kElementsPerBlock ? rest : kElementsPerBlock;
-  const From* from = static_cast<const From*>(work.from) + begin;
-  To* to = static_cast<To*>(work.to) + begin;
+  const Part part = partOf(launch, kElementsPerBlock);
+  const Piece& work = launch.pieces[part.piece];
+  const From* from = static_cast<const From*>(work.from) + part.begin;
+  To* to = static_cast<To*>(work.to) + part.begin;
 
   constexpr int kWidth = 16 / (sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   using FromVector = Vector<From, kWidth>;
@@ -49,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ L
   const bool aligned = reinterpret_cast<std::uintptr_t>(from) % sizeof(FromVector) == 0 &&
                        reinterpret_cast<std::uintptr_t>(to) % sizeof(ToVector) == 0;
   if (aligned) {
-    const std::int64_t vectors = size / kWidth;
+    const std::int64_t vectors = part.size / kWidth;
     for (std::int64_t v = threadIdx.x; v < vectors; v += kThreads) {
       const FromVector in = reinterpret_cast<const FromVector*>(from)[v];
       ToVector out;
@@ -61,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ L
     }
     done = vectors * kWidth;
   }
-  for (std::int64_t i = done + threadIdx.x; i < size; i += kThreads) {
+  for (std::int64_t i = done + threadIdx.x; i < part.size; i += kThreads) {
     to[i] = static_cast<To>(static_cast<float>(from[i]));
   }
 }
@@ -69,17 +52,11 @@ __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ L
 // Bits as they are, for every type.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) moveKernel(const __grid_constant__ Launch launch) {
-  int piece = 0;
-  while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
-    ++piece;
-  }
-  const Piece& work = launch.pieces[piece];
-  const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) - launch.first_block[piece]) * kElementsPerBlock;
-  const std::int64_t rest = work.count - begin;
-  const std::int64_t size = rest < kElementsPerBlock ? rest : kElementsPerBlock;
-  const Word* from = static_cast<const Word*>(work.from) + begin;
-  Word* to = static_cast<Word*>(work.to) + begin;
-  for (std::int64_t i = threadIdx.x; i < size; i += kThreads) {
+  const Part part = partOf(launch, kElementsPerBlock);
+  const Piece& work = launch.pieces[part.piece];
+  const Word* from = static_cast<const Word*>(work.from) + part.begin;
+  Word* to = static_cast<Word*>(work.to) + part.begin;
+  for (std::int64_t i = threadIdx.x; i < part.size; i += kThreads) {
     to[i] = from[i];
   }
 }
@@ -97,21 +74,9 @@ __global__ void delayKernel(std::int64_t nanoseconds) {
 using Kernel = void (*)(Launch);
 
 cudaError_t launchAll(Kernel kernel, const Piece* pieces, int count, cudaStream_t stream) {
-  for (int begin = 0; begin < count; begin += kMostPieces) {
-    Launch launch;
-    launch.count = std::min(count - begin, kMostPieces);
-    int blocks = 0;
-    for (int i = 0; i < launch.count; ++i) {
-      launch.pieces[i] = pieces[begin + i];
-      launch.first_block[i] = blocks;
-      blocks += static_cast<int>((pieces[begin + i].count + kElementsPerBlock - 1) / kElementsPerBlock);
-    }
-    launch.first_block[launch.count] = blocks;
-    if (blocks > 0) {
-      kernel<<<blocks, kThreads, 0, stream>>>(launch);
-    }
-  }
-  return cudaGetLastError();
+  return inLaunches(pieces, count, kElementsPerBlock, [&](const Launch& launch, int blocks) {
+    kernel<<<blocks, kThreads, 0, stream>>>(launch);
+  });
 }
 
 template <typename To>

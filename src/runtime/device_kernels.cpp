@@ -1,7 +1,9 @@
 #include "deepcompile/runtime/device_kernels.h"
 
+#include <algorithm>
 #include <array>
 #include <random>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -31,6 +33,31 @@ void copyParts(std::span<const CopyPart> parts) {
   for (const CopyPart& part : parts) {
     part.to.copy_(part.from);
   }
+}
+
+at::Tensor sumOfSquares(const std::vector<at::Tensor>& tensors, at::Device device) {
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kDouble).device(device);
+  if (tensors.empty()) {
+    return at::zeros({}, options);
+  }
+  if (DeviceKernels* kernels = find(device.type()); kernels != nullptr) {
+    if (auto sum = kernels->sumOfSquares(tensors)) {
+      return *std::move(sum);
+    }
+  }
+  const auto any = [&](auto&& holds) {
+    return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) { return holds(tensor); });
+  };
+  std::vector<at::Tensor> norms;
+  if (any([](const at::Tensor& tensor) { return tensor.is_complex(); })) {
+    for (const at::Tensor& tensor : tensors) {
+      norms.push_back(at::linalg_vector_norm(tensor, 2).to(at::kDouble));
+    }
+  } else {
+    const bool wide = any([](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; });
+    norms = at::_foreach_norm(tensors, 2, wide ? at::kDouble : at::kFloat);
+  }
+  return at::stack(norms).to(at::kDouble).square().sum();
 }
 
 void delayForDebugging(at::Device device) {

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -20,6 +22,9 @@ class DeviceKernels {
   virtual ~DeviceKernels() = default;
   // In the order of the current stream, in as few launches as possible.
   virtual void copy(std::span<const CopyPart> parts) = 0;
+  // The sum of the squares of all elements, as a 64-bit number on their device: the same bits every time. Null where
+  // there is no kernel for these tensors.
+  virtual std::optional<at::Tensor> sumOfSquares(std::span<const at::Tensor> tensors) = 0;
   // Holds up the current stream of `device` for about this long.
   virtual void delay(at::Device device, std::int64_t microseconds) = 0;
 };
@@ -29,6 +34,9 @@ class DeviceKernels {
 void setDeviceKernels(at::DeviceType type, DeviceKernels* kernels);
 
 void copyParts(std::span<const CopyPart> parts);
+
+// Of floating-point and complex tensors on `device`, in at least 32 bits each; a 64-bit number on `device`.
+at::Tensor sumOfSquares(const std::vector<at::Tensor>& tensors, at::Device device);
 
 // With DEEPCOMPILE_STREAM_DELAY_US=n the current stream is held up for a random time below n microseconds: a program
 // that lacks an ordering then gives other results.

@@ -5,12 +5,14 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "deepcompile/comm/copy_kernels_cuda.h"
+#include "deepcompile/comm/sum_kernels_cuda.h"
 #include "deepcompile/runtime/device_kernels.h"
 
 namespace dc::cuda {
@@ -73,6 +75,34 @@ class CudaKernels final : public DeviceKernels {
     for (const auto& [types, pieces] : casts) {
       C10_CUDA_CHECK(castPieces(types.first, types.second, pieces.data(), static_cast<int>(pieces.size()), stream));
     }
+  }
+
+  std::optional<at::Tensor> sumOfSquares(std::span<const at::Tensor> tensors) override {
+    std::map<Number, std::vector<Piece>> pieces;
+    for (const at::Tensor& tensor : tensors) {
+      const auto number = numberOf(tensor.scalar_type());
+      if (!number || !tensor.is_contiguous() || tensor.is_neg() || tensor.device() != tensors[0].device()) {
+        return std::nullopt;
+      }
+      pieces[*number].push_back({tensor.const_data_ptr(), nullptr, tensor.numel()});
+    }
+    const c10::cuda::CUDAGuard device(tensors[0].device());
+    cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+    std::int64_t count = 0;
+    for (const auto& [number, some] : pieces) {
+      count += partialsOf(some.data(), static_cast<int>(some.size()));
+    }
+    const at::TensorOptions options = at::TensorOptions().dtype(at::kDouble).device(tensors[0].device());
+    const at::Tensor partials = at::empty({count}, options);
+    auto* place = static_cast<double*>(partials.mutable_data_ptr());
+    for (const auto& [number, some] : pieces) {
+      C10_CUDA_CHECK(squaresOf(number, some.data(), static_cast<int>(some.size()), place, stream));
+      place += partialsOf(some.data(), static_cast<int>(some.size()));
+    }
+    at::Tensor sum = at::empty({}, options);
+    C10_CUDA_CHECK(addUp(static_cast<const double*>(partials.const_data_ptr()), count,
+                         static_cast<double*>(sum.mutable_data_ptr()), stream));
+    return sum;
   }
 
   void delay(at::Device device, std::int64_t microseconds) override {

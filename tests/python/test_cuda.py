@@ -143,6 +143,26 @@ def loses_its_peer(rank: int, world: int) -> tuple[float, str]:
     return time.monotonic() - started, str(raised.value)
 
 
+def sums_squares(rank: int, world: int) -> None:
+    from deepcompile._load import _C
+
+    sizes = (1, 7, 255, 4096, 65536, 65537, 200_001)
+    for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.float16, torch.bfloat16, torch.float32)):
+        # More than one launch takes, of which some begin where 16 bytes at a time cannot be read.
+        tensors = [torch.randn(size + 1).to(dtypes[size % len(dtypes)])[1:] for size in sizes * 25]
+        expected = sum(tensor.double().square().sum() for tensor in tensors)
+        found = {_C.sum_of_squares(tensors, tensors[0].device).item() for _ in range(5)}
+        assert len(found) == 1, "the order of the sum is not fixed"
+        assert found.pop() == pytest.approx(expected.item(), rel=1e-6)
+    assert _C.sum_of_squares([torch.tensor([1.0, float("nan")])], torch.device("cuda")).isnan()
+    assert _C.sum_of_squares([torch.ones(3, dtype=torch.float64), torch.ones(2)], torch.device("cuda")).item() == 5
+
+
+@needs_gpu
+def test_the_sum_of_the_squares_of_many_tensors_is_right_and_has_the_same_bits_every_time():
+    run_ranks(1, sums_squares)
+
+
 @needs_gpu
 def test_the_host_does_not_wait_for_the_device_in_a_step():
     run_ranks(2, runs_ahead)
