@@ -90,7 +90,7 @@ def arguments(description: str, device: bool = False) -> argparse.Namespace:
     if device:
         parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors are")
         parser.add_argument("--ranks", type=int, choices=[1, 2], help="on cuda: only with so many ranks")
-        parser.add_argument("--small-batch", action="store_true", help="on cuda: only the small batch")
+        parser.add_argument("--batch", choices=("small", "large"), help="on cuda: only this batch")
     return parser.parse_args()
 
 

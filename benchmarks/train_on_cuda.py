@@ -210,7 +210,7 @@ def main(options: argparse.Namespace) -> int:
     report = Report(f"a step of Llama, {LAYERS} layers, {SIZE} wide, bf16, one GPU")
     layers, turns = (4, 3) if options.quick else (LAYERS, 8)
     small, large = (1, 512), (4, 2048)
-    shapes = [small] if options.small_batch else [small, large]
+    shapes = {"small": [small], "large": [large], None: [small, large]}[options.batch]
 
     def bar(text: str, medians: dict[str, float], ours: str, factor: float, peer: str) -> None:
         if ours in medians and peer in medians:

@@ -83,8 +83,17 @@ def _some_getter() -> Callable[..., Any]:
     return getter
 
 
-#: What runs when eager code reads a parameter; all getters are of one code.
-EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard)
+def _gathers_all(shards: list[Any], dtypes: list[torch.dtype], graph: int) -> Callable[..., None]:
+    """What a leaf module does at its entry."""
+
+    def gather_all(module: nn.Module, args: Any) -> None:
+        torch.ops.dc.prefetch_shards(shards, graph, dtypes)
+
+    return gather_all
+
+
+#: What runs when eager code reads a parameter or enters a leaf module; all functions of one maker are of one code.
+EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard, _gathers_all([], [], 0))
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:
@@ -224,12 +233,7 @@ def _install_leaf_hooks(sharding: Sharding) -> None:
         shards = [sharding.params[index].param for index in members]
         dtypes = [sharding.params[index].read_dtype for index in members]
 
-        def gather_all(
-            module: nn.Module, args: Any, shards: Any = shards, dtypes: Any = dtypes, graph: int = sharding.graph_id
-        ) -> None:
-            torch.ops.dc.prefetch_shards(shards, graph, dtypes)
-
-        module.register_forward_pre_hook(gather_all)
+        module.register_forward_pre_hook(_gathers_all(shards, dtypes, sharding.graph_id))
 
 
 __all__ = ["install", "original_class"]

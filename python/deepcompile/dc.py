@@ -207,6 +207,10 @@ class Runtime:
     def clear_all_gathered_params(self) -> None:
         self._native.clear_all_gathered_params()
 
+    def let_gradients_go(self) -> None:
+        """After an update, when ``grad`` of the shards is None: gradient buffers take no memory until the next backward."""
+        self._native.let_gradients_go()
+
     def sum_over_ranks(self, tensor: torch.Tensor) -> None:
         """Sums ``tensor``, in place, over the ranks; on a device without stopping the host. Every rank calls it."""
         self._native.sum_over_ranks(tensor)

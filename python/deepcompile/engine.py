@@ -49,6 +49,9 @@ class Engine(EngineSurface):
         self._awaits_step = False
         self._in_step = False  # from the first forward to the update
         self._said_skip = False
+        # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
+        on_cpu = self.sharding.runtime.device.type == "cpu"
+        self._lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
@@ -240,6 +243,8 @@ class Engine(EngineSurface):
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for param in group["params"]:
                 param.grad = None
+        if self._lets_gradients_go:
+            self.sharding.runtime.let_gradients_go()
 
     @property
     def gradients_pending(self) -> bool:

@@ -100,6 +100,9 @@ class Communicator {
   // orders the change after everybody's reads.
   virtual bool readsPeers() const { return false; }
   virtual void endReads() {}
+  // True: no rank changes a shard until endReads(), so gathers that read them in place need to meet only once. Again in
+  // every forward: the next gather then meets again. The same on all ranks.
+  virtual void holdReads(bool hold) {}
 
   // False where joinShards never gives memory.
   virtual bool joinsShards() const { return false; }

@@ -33,9 +33,14 @@ class SymmetricCommunicator final : public Communicator {
   void abort() override { rest_->abort(); }
   bool readsPeers() const override { return true; }
   void endReads() override {
+    holdReads(false);
     if (barrier_block_) {
       meet(*barrier_block_);
     }
+  }
+  void holdReads(bool hold) override {
+    held_ = hold;
+    met_ = false;
   }
 
  protected:
@@ -55,7 +60,10 @@ class SymmetricCommunicator final : public Communicator {
     if (!barrier_block_) {
       barrier_block_ = places[0].block;
     }
-    meet(*barrier_block_);  // every rank has written what is read now
+    if (!held_ || !met_) {
+      meet(*barrier_block_);  // every rank has written what is read now
+      met_ = true;
+    }
     pull(parts, places);
   }
 
@@ -121,6 +129,8 @@ class SymmetricCommunicator final : public Communicator {
   const c10::DeviceIndex device_;
   std::optional<std::size_t> barrier_block_;  // whose signals the barriers use: that of the first gather
   std::unordered_set<std::string> agreed_;
+  bool held_ = false;
+  bool met_ = false;  // since shards were held
 };
 
 }  // namespace

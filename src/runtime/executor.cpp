@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -14,6 +15,7 @@
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/raw_tensor.h"
 
 namespace dc {
 
@@ -152,7 +154,8 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   checkGradient(param, grad_tensor);
-  at::Tensor result = at::empty({0}, grad_tensor.options().requires_grad(false));
+  at::Tensor result =  // nobody reads it; an allocator would be asked for nothing
+      tensorOver(c10::DataPtr(nullptr, grad_tensor.device()), 0, {0}, grad_tensor.scalar_type(), grad_tensor.device());
   if (context_->profiling) {
     return result;
   }
@@ -202,7 +205,7 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
     const at::Tensor& kept = param.getDSTensor().mutable_grad();
     if (kept.defined()) {
       if (!kept.is_alias_of(param.getGradBuffer()) && !param.isPublished(kept)) {
-        param.getFlatGradBuffer().copy_(kept.reshape({-1}));
+        param.gradMemory().copy_(kept.reshape({-1}));
       }
       add = true;
     }
@@ -228,7 +231,7 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (comm_->size() == 1) {
     // This rank owns everything: straight into the gradient buffer.
     const bool add = noteAccumulation(param);
-    const at::Tensor& buffer = param.getFlatGradBuffer();
+    const at::Tensor& buffer = param.gradMemory();
     if (!grad.defined()) {
       without_gradient_.insert(arrived.id);
       if (!add) {
@@ -363,6 +366,17 @@ std::int64_t reduceParts(Communicator& comm, const std::vector<at::Tensor>& sent
   return bytes;
 }
 
+// Where the host does not read what the others said (anySurplus), a gradient that lacks what a peer had beyond the
+// expected ones must not be used: the last of `counts` is zero unless there was such a peer, and infinite then.
+void spoilIncomplete(const std::vector<Reduction>& reductions, const at::Tensor& counts) {
+  for (const Reduction& one : reductions) {
+    if (one.buffer.numel() > 0) {
+      one.buffer.narrow(0, 0, 1).add_(counts.narrow(0, counts.numel() - 1, 1));
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 // Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in
@@ -385,7 +399,8 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   const auto count = static_cast<std::int64_t>(tasks.size());
   // One more column: whether this rank has gradients beyond the expected ones (reduceSurplus).
   const at::Tensor presence = at::ones({comm_->size(), count + 1}, at::TensorOptions().dtype(at::kFloat));
-  presence.select(1, count).fill_(order_ && order_->hasSurplus() ? 1 : 0);
+  const bool surplus = order_ && order_->hasSurplus();
+  presence.select(1, count).fill_(surplus ? std::numeric_limits<float>::infinity() : 0);
   bool lacking = false;
   for (const ReduceTask& task : tasks) {
     const DSParam& param = param_registry_->getParam(task.getDSId());
@@ -400,7 +415,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
       presence.select(1, static_cast<std::int64_t>(ids.size())).zero_();
     }
     sent->push_back(task.getSendBuf());
-    reductions.push_back({param.getOwners(), param.getFlatGradBuffer(), noteAccumulation(param)});
+    reductions.push_back({param.getOwners(), param.gradMemory(), noteAccumulation(param)});
     ids.push_back(task.getDSId());
   }
 
@@ -414,6 +429,7 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   runCollective(
       *rs_stream_, [what] { return what; },
       [comm = comm_, sent, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
+       spoil = ending_ && context_->device_order && !surplus,
        context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
@@ -421,6 +437,9 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
         const Timeline::Mark started = context->timeline->mark();
         agreeOnCollective(*comm, signature);
         const std::int64_t bytes = reduceParts(*comm, *sent, reductions, presence, *counts, op, tag);
+        if (spoil) {
+          spoilIncomplete(reductions, *counts);
+        }
         context->timeline->add(Timeline::Kind::Reduce, first, bytes, started);
         if (on_callers_thread) {
           context->countWait(began);
@@ -483,7 +502,9 @@ void CustomOpExecutor::endBackward() {
     }
   }
   last_presence_.reset();
+  ending_ = true;
   flushAllReduceBuckets();
+  ending_ = false;
   context_->warm = true;
   if (mayLeaveRunning()) {
     unsettled_ = true;

@@ -192,7 +192,8 @@ class CustomOpExecutor {
   std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
-  bool given_ = false;  // during reduceGivenGrad
+  bool given_ = false;   // during reduceGivenGrad
+  bool ending_ = false;  // while endBackward flushes what is left
   std::int64_t autograd_task_ = -1;
   std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;

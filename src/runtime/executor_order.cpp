@@ -26,7 +26,8 @@ void CustomOpExecutor::enterInOrder(const std::vector<ArrivedGradient>& arrived)
 bool CustomOpExecutor::anySurplus(bool mine) {
   if (context_->device_order) {
     // Reading what the others said would stop the host in every backward. So here gradients beyond the expected ones
-    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline.
+    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline, and
+    // the others' gradients are spoiled (spoilIncomplete) so that they are not taken for whole.
     return mine;
   }
   if (last_presence_ != nullptr) {

@@ -33,6 +33,27 @@ void DSParam::setGradBuffer(at::Tensor grad_buffer) {
   reduce_dtype_ = grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_;
 }
 
+const at::Tensor& DSParam::gradMemory() const {
+  if (grad_buffer_.defined() && grad_buffer_.numel() > 0 && !hasGradMemory()) {
+    const at::Tensor fresh = at::empty_like(flat_grad_buffer_);
+    grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
+    flat_grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
+  }
+  return flat_grad_buffer_;
+}
+
+void DSParam::letGradMemoryGo() const {
+  if (!hasGradMemory() || grad_buffer_.storage_offset() != 0) {
+    return;
+  }
+  const c10::Storage nothing(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+                                                                   c10::DataPtr(nullptr, grad_buffer_.device()),
+                                                                   c10::GetAllocator(grad_buffer_.device().type()),
+                                                                   /*resizable=*/true));
+  grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(nothing);
+  flat_grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(nothing);
+}
+
 void DSParam::setName(std::string name) {
   name_ = std::move(name);
   const std::string quoted = name_.empty() ? "" : " '" + name_ + "'";

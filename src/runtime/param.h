@@ -29,8 +29,11 @@ class DSParam {
   // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
   const at::Tensor& getDSTensor() const;
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
-  // The same memory with one dimension.
-  const at::Tensor& getFlatGradBuffer() const { return flat_grad_buffer_; }
+  // The same memory with one dimension, to be written: taken anew where it was let go.
+  const at::Tensor& gradMemory() const;
+  // Until then the buffer takes no memory; a gradient that someone still holds stays as it is.
+  void letGradMemoryGo() const;
+  bool hasGradMemory() const { return grad_buffer_.defined() && grad_buffer_.storage().nbytes() > 0; }
   bool isPartitioned() const { return partitioned_; }
   std::int64_t getOffset() const { return offset_; }
   bool isPersistent() const { return persistent_; }

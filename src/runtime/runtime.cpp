@@ -432,6 +432,20 @@ void Runtime::forgetGraphs() {
   agreed_ = false;
 }
 
+void Runtime::letGradientsGo() {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  if (!registry_->updateFollowed()) {
+    return;  // later backwards add to them
+  }
+  for (const std::int64_t id : registry_->getIds()) {
+    const DSParam& param = registry_->getParam(id);
+    if (param.isPartitioned() && !param.isOffloaded() && !param.getDSTensor().mutable_grad().defined()) {
+      param.letGradMemoryGo();
+    }
+  }
+}
+
 void Runtime::sumOverRanks(const at::Tensor& tensor) {
   const std::lock_guard lock(context_->mutex);
   checkOpen();

@@ -66,6 +66,8 @@ class Runtime {
   // See CustomOpExecutor::planReductions.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
                       std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
+  // After an update: gradients that nobody holds take no memory until the next backward makes them.
+  void letGradientsGo();
   // See BufferPool::keepIdle; of memory for gathered parameters.
   void keepIdleMemory(bool keep) { pool_->keepIdle(keep); }
   // The peak of gathered bytes counts from now on, and what the pool holds by it.

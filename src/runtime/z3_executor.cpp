@@ -96,6 +96,13 @@ void Z3CustomOpExecutor::endBackward() {
   context_->recorder->add(RecordedOp::Kind::End, -1, at::kFloat, 0, true, mark);
 }
 
+void Z3CustomOpExecutor::holdShards(bool hold) {
+  in_place_.hold(hold);
+  if (gather_.comm->readsPeers()) {
+    gather_.comm->holdReads(hold);  // a device's communicator runs in the caller's order
+  }
+}
+
 void Z3CustomOpExecutor::endReads() {
   for (const Wanted& wanted : std::exchange(read_in_place_, {})) {
     forgetCopy(wanted);
@@ -119,7 +126,7 @@ void Z3CustomOpExecutor::publishGradients() {
     if (!shard.requires_grad() || !shard.is_leaf()) {
       continue;
     }
-    at::Tensor gradient = param.getGradBuffer().view(shard.sizes());
+    at::Tensor gradient = param.gradMemory().view(shard.sizes());
     if (gradient.scalar_type() != shard.scalar_type()) {
       gradient = gradient.to(shard.scalar_type());
     }

@@ -38,7 +38,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // stay gathered this is ZeRO-1.
   void reduceAtUpdate() { reduce_at_update_ = true; }
   void startForward() override;
-  void holdShards(bool hold) override { in_place_.hold(hold); }
+  void holdShards(bool hold) override;
   void endReads() override;
   void startBackward(bool update) override;
   void endBackward() override;

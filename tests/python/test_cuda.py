@@ -143,6 +143,35 @@ def loses_its_peer(rank: int, world: int) -> tuple[float, str]:
     return time.monotonic() - started, str(raised.value)
 
 
+def surplus_on_one_rank(rank: int, world: int) -> str:
+    from deepcompile import dc
+    from z3_fixture import GRAPH, start
+
+    _, buffers = start(rank, world, count=2, shape=(4,), config={"timeout": 5})
+    ops = torch.ops.dc
+    dc.start_backward(True)
+    for index in (1, 0):
+        ops.reduce_grad(torch.full((4,), 2.0), GRAPH, index)
+    ops.end_backward(GRAPH)
+    assert all(buffer.eq(2).all() for buffer in buffers)
+    dc.start_backward(True)
+    for index in (1, 0) if rank == 0 else (1, 0, 1):
+        ops.reduce_grad(torch.full((4,), 2.0), GRAPH, index)
+    if rank == 0:
+        ops.end_backward(GRAPH)
+        assert not all(buffer.isfinite().all() for buffer in buffers), "they lack what the other rank has more of"
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        ops.end_backward(GRAPH)
+        torch.cuda.synchronize()
+    return str(raised.value)
+
+
+@needs_gpu
+def test_gradients_that_one_rank_alone_has_more_of_are_an_error_there_and_not_used_elsewhere():
+    assert run_ranks(2, surplus_on_one_rank, timeout=60)[1]
+
+
 def sums_squares(rank: int, world: int) -> None:
     from deepcompile._load import _C
 

@@ -227,6 +227,7 @@ def sixteen_bits(rank: int, world: int) -> None:
     assert dc.stats()["bytes_sent"]["reduce_scatter"] == 2 * 2 * (world - 1) + 2 * 2 * (world - 1)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="NCCL rounds sums of 16 bits at every hop; docs/cuda.md says what to do")
 def test_sixteen_bit_reductions_sum_in_fp32_and_accumulate_in_the_buffers_dtype() -> None:
     run_ranks(3, sixteen_bits)
 
@@ -281,6 +282,7 @@ def surplus_on_one_rank(rank: int, world: int) -> None:
         assert [buffer[0].item() for buffer in buffers] == [4, 2 + 3 * step]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="there they are refused: test_cuda.py")
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_gradients_that_one_rank_alone_has_more_of_than_expected_are_reduced(stream: str) -> None:
     run_ranks(2, surplus_on_one_rank, environment={"DEEPCOMPILE_CPU_STREAM": stream})

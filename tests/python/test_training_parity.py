@@ -7,12 +7,21 @@ import itertools
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from sharded_model import Setup, train_sharded, train_unsharded
 
 
 def train_all(rank: int, world: int, setups: list[Setup]) -> list:
     return [train_sharded(rank, world, setup) for setup in setups]
+
+
+def references(rank: int, world: int, setups: list[Setup], ranks: int) -> list:
+    return [train_unsharded(setup, ranks) for setup in setups]
+
+
+def unsharded(setups: list[Setup], ranks: int) -> list:
+    """Where the ranks run: a device draws other random numbers than the host."""
+    return references(0, 1, setups, ranks) if DEVICE == "cpu" else run_ranks(1, references, setups, ranks)[0]
 
 
 def largest_relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -29,8 +38,7 @@ def test_five_steps_in_fp32_equal_unsharded_training(world: int, stream: str) ->
         for stage, accumulation, double_buffer in itertools.product((1, 2, 3), (1, 3), (True, False))
     ]
     by_rank = run_ranks(world, train_all, setups, environment={"DEEPCOMPILE_CPU_STREAM": stream})
-    for index, setup in enumerate(setups):
-        expected, losses = train_unsharded(setup, world)
+    for index, (setup, (expected, losses)) in enumerate(zip(setups, unsharded(setups, world), strict=True)):
         for rank in range(world):
             found, found_losses, _ = by_rank[rank][index]
             for name, value in expected.items():
@@ -43,8 +51,7 @@ def test_five_steps_in_fp32_equal_unsharded_training(world: int, stream: str) ->
 def test_training_in_bf16_stays_within_its_rounding(world: int) -> None:
     setups = [Setup(stage, dtype=torch.bfloat16, accumulation=2) for stage in (1, 2, 3)]
     by_rank = run_ranks(world, train_all, setups)
-    for index, setup in enumerate(setups):
-        expected, _ = train_unsharded(setup, world)
+    for index, (setup, (expected, _)) in enumerate(zip(setups, unsharded(setups, world), strict=True)):
         for rank in range(world):
             for name, value in expected.items():
                 difference = largest_relative_difference(by_rank[rank][index][0][name].float(), value.float())
@@ -73,8 +80,7 @@ def test_the_result_is_the_same_bits_for_every_bucket_size_and_buffering(world: 
 def test_both_ways_of_averaging_give_the_mean(pre_div_reduce: bool) -> None:
     setups = [Setup(stage, pre_div_reduce=pre_div_reduce) for stage in (1, 2, 3)]
     by_rank = run_ranks(3, train_all, setups)
-    for index, setup in enumerate(setups):
-        expected, _ = train_unsharded(setup, 3)
+    for index, (setup, (expected, _)) in enumerate(zip(setups, unsharded(setups, 3), strict=True)):
         for name, value in expected.items():
             assert largest_relative_difference(by_rank[0][index][0][name], value) <= 1e-6, (setup, name)
 

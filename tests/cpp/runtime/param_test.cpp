@@ -25,10 +25,10 @@ TEST(Param, IsTrainedWhileItHasAPlaceForItsGradient) {
   param.setGradBuffer(at::zeros({10}));
   EXPECT_TRUE(param.trainable());
   EXPECT_EQ(param.getReduceDtype(), at::kFloat) << "that of the buffer";
-  EXPECT_EQ(param.getFlatGradBuffer().numel(), 10);
+  EXPECT_EQ(param.gradMemory().numel(), 10);
   param.setGradBuffer(at::Tensor());
   EXPECT_FALSE(param.trainable());
-  EXPECT_FALSE(param.getFlatGradBuffer().defined());
+  EXPECT_FALSE(param.gradMemory().defined());
 }
 
 TEST(Param, DescribesItselfByNameIdShapeAndDtype) {
@@ -67,6 +67,21 @@ TEST(Param, TheSizeOfAShardedGradientIncludesThePadding) {
   param.setOwners({{0, 3}, {3, 6}});
   EXPECT_EQ(param.numel(), 5);
   EXPECT_EQ(param.getPaddedNumel(), 6);
+}
+
+TEST(GradMemory, ThatWasLetGoIsTakenAnewAndWhoHoldsTheOldGradientKeepsIt) {
+  DSParam param = sharded(at::arange(10, at::kFloat));
+  param.setGradBuffer(at::full({10}, 3.0));
+  const at::Tensor kept = param.getGradBuffer().view({2, 5});
+  param.letGradMemoryGo();
+  EXPECT_FALSE(param.hasGradMemory());
+  EXPECT_TRUE(param.trainable());
+  EXPECT_EQ(param.getGradBuffer().numel(), 10);
+  param.letGradMemoryGo();
+  param.gradMemory().fill_(4.0);
+  EXPECT_TRUE(param.hasGradMemory());
+  EXPECT_TRUE(at::equal(param.getGradBuffer(), at::full({10}, 4.0)));
+  EXPECT_TRUE(at::equal(kept, at::full({2, 5}, 3.0)));
 }
 
 class Offload : public ::testing::TestWithParam<CpuStreamMode> {
