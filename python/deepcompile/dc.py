@@ -207,6 +207,12 @@ class Runtime:
     def clear_all_gathered_params(self) -> None:
         self._native.clear_all_gathered_params()
 
+    def gather_small_together(self, together: bool) -> None:
+        """Within a known step (:meth:`hold_shards`) small parameters that cannot be read in place are gathered at its first
+        gather, in one collective, and stay to its end. The same on all ranks, between steps.
+        """
+        self._native.gather_small_together(together)
+
     def let_gradients_go(self) -> None:
         """After an update, when ``grad`` of the shards is None: gradient buffers take no memory until the next backward."""
         self._native.let_gradients_go()

@@ -110,6 +110,8 @@ class StepPlanner:
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
         if self._config.memory_budget is not None:
             sharding.runtime.keep_idle_memory(False)
+        elif self._config.compile.strategy == "auto":
+            sharding.runtime.gather_small_together(True)
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()
 

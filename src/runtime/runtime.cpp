@@ -432,6 +432,11 @@ void Runtime::forgetGraphs() {
   agreed_ = false;
 }
 
+void Runtime::gatherSmallTogether(bool together) {
+  const std::lock_guard lock(context_->mutex);
+  context_->small_together = together;
+}
+
 void Runtime::letGradientsGo() {
   const std::lock_guard lock(context_->mutex);
   checkOpen();

@@ -70,6 +70,8 @@ class Runtime {
   void letGradientsGo();
   // See BufferPool::keepIdle; of memory for gathered parameters.
   void keepIdleMemory(bool keep) { pool_->keepIdle(keep); }
+  // See Context::small_together.
+  void gatherSmallTogether(bool together);
   // The peak of gathered bytes counts from now on, and what the pool holds by it.
   void resetGatheredPeak() {
     pool_->resetCounts();

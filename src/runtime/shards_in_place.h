@@ -36,6 +36,8 @@ class ShardsInPlace {
   void hold(bool hold);
   // The memory of the whole parameter; null where it has to be gathered. May meet the other ranks.
   std::shared_ptr<std::byte> find(std::int64_t ds_id, at::ScalarType dtype);
+  // True between hold() and end(), where parameters can be read in place.
+  bool holding() const { return state_ != State::Off; }
   // Shards may change once this stream has done what is on it.
   void end();
 

@@ -98,6 +98,7 @@ void Z3CustomOpExecutor::endBackward() {
 
 void Z3CustomOpExecutor::holdShards(bool hold) {
   in_place_.hold(hold);
+  together_gathered_ = false;
   if (gather_.comm->readsPeers()) {
     gather_.comm->holdReads(hold);  // a device's communicator runs in the caller's order
   }
@@ -107,6 +108,13 @@ void Z3CustomOpExecutor::endReads() {
   for (const Wanted& wanted : std::exchange(read_in_place_, {})) {
     forgetCopy(wanted);
   }
+  for (auto& [key, stays] : together_) {
+    if (std::exchange(stays, false) && --param_registry_->holders(key.first) == 0 &&
+        !param_registry_->getParam(key.first).isPersistent()) {
+      forgetCopy({key.first, key.second});
+    }
+  }
+  together_gathered_ = false;
   in_place_.end();
 }
 

@@ -1,10 +1,12 @@
 // ZeRO-3: parameters are sharded as well, gathered for their use and released after it.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "deepcompile/runtime/buffer_pool.h"
@@ -107,8 +109,10 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   Launched prepare(const Wanted& wanted);
   // Starts the gathers and returns the event after which they are complete.
   Event start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched);
-  // Gathers and registers the copies.
-  void launch(const std::vector<Wanted>& wanted);
+  // Gathers and registers the copies; in a held step the small ones of all the step, too.
+  void launch(std::vector<Wanted> wanted);
+  void launchNow(const std::vector<Wanted>& wanted);
+  void gatherTogether(std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
   // The graph needs the parameter no longer; the last graph to say so frees its copies.
@@ -130,6 +134,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   const GatherResources gather_;
   ShardsInPlace in_place_;
   std::vector<Wanted> read_in_place_;  // copies of the registry that are the shards themselves
+  // Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all of
+  // them along, and they stay until its end: one meeting of the ranks instead of one for each.
+  static constexpr std::int64_t kSmallBytes = 64 << 10;
+  static constexpr std::int64_t kTogetherBytes = 4 << 20;
+  std::map<std::pair<std::int64_t, at::ScalarType>, bool> together_;  // true while they stay
+  std::int64_t together_bytes_ = 0;
+  bool together_gathered_ = false;                                    // in the held step
   bool reduce_at_update_ = false;
   LocalGradients local_;
   std::shared_ptr<ReplayFollower> follower_;

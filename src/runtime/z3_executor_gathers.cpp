@@ -167,7 +167,43 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   return ready;
 }
 
-void Z3CustomOpExecutor::launch(const std::vector<Wanted>& wanted) {
+void Z3CustomOpExecutor::launch(std::vector<Wanted> wanted) {
+  if (context_->small_together && in_place_.holding() && gather_.comm->size() > 1) {
+    gatherTogether(wanted);
+  }
+  if (!wanted.empty()) {
+    launchNow(wanted);
+  }
+}
+
+// What is known to be small goes first, as one collective; what is small and was not known goes with it next time. The
+// ranks gather the same, so they know the same.
+void Z3CustomOpExecutor::gatherTogether(std::vector<Wanted>& wanted) {
+  if (!std::exchange(together_gathered_, true)) {
+    std::vector<Wanted> small;
+    for (auto& [key, stays] : together_) {
+      if (!stays && !hasCurrentCopy({key.first, key.second})) {
+        small.push_back({key.first, key.second});
+        ++param_registry_->holders(key.first);
+        stays = true;
+      }
+    }
+    if (!small.empty()) {
+      launchNow(small);
+    }
+    wanted.erase(std::remove_if(wanted.begin(), wanted.end(), [&](const Wanted& one) { return hasCurrentCopy(one); }),
+                 wanted.end());
+  }
+  for (const Wanted& one : wanted) {
+    const std::int64_t bytes = bytesOf(one);
+    if (bytes <= kSmallBytes && together_bytes_ + bytes <= kTogetherBytes &&
+        in_place_.find(one.id, one.dtype) == nullptr && together_.try_emplace({one.id, one.dtype}, false).second) {
+      together_bytes_ += bytes;
+    }
+  }
+}
+
+void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
   std::vector<Launched> launched;
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {

@@ -124,6 +124,22 @@ def counts_what_is_moved(rank: int, world: int) -> None:
         assert moved <= 2 * LAYERS * SIZE * 4, "only biases travel"
 
 
+def counts_meetings(rank: int, world: int) -> list[int]:
+    engine = engine_of("replay")
+    train(engine, rank, range(4))
+    counts = []
+    for step in range(4, 7):
+        before = engine.stats()["collectives"]["all_gather"]
+        train(engine, rank, range(step, step + 1))
+        counts.append(engine.stats()["collectives"]["all_gather"] - before)
+    return counts
+
+
+def test_small_parameters_are_gathered_once_a_step_and_together() -> None:
+    for counts in run_ranks(2, counts_meetings):
+        assert counts == [1, 1, 1], f"{LAYERS} biases, read in the forward"
+
+
 def test_a_weight_that_is_read_in_place_does_not_travel() -> None:
     run_ranks(2, counts_what_is_moved)
 

@@ -158,7 +158,7 @@ def drifts(rank: int, world: int, factor: float, steps: int) -> tuple[list[tuple
     engine = engine_of(run)
     for step in range(steps):
         batch = run.batch(rank, step, 0)
-        engine.backward(engine(torch.cat([batch] * (100 if step >= 6 else 1))))
+        engine.backward(engine(torch.cat([batch] * (600 if step >= 6 else 1))))
         engine.step()
     return engine.drift.history, dict(engine.explain().rows)
 
