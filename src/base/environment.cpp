@@ -44,6 +44,7 @@ Environment Environment::read() {
   readChoice("DEEPCOMPILE_LOG", environment.log, {"error", "warning", "info", "debug"});
   readNumber("DEEPCOMPILE_SHM_ONE_STEP_BYTES", environment.shm_one_step_bytes, "bytes");
   readNumber("DEEPCOMPILE_SHM_CHUNK_BYTES", environment.shm_chunk_bytes, "bytes");
+  readNumber("DEEPCOMPILE_SHM_STREAMING_BYTES", environment.shm_streaming_bytes, "bytes");
   readNumber("DEEPCOMPILE_STREAM_DELAY_US", environment.stream_delay_us, "microseconds");
   readChoice("DEEPCOMPILE_MALLOC", environment.malloc, {"tuned", "unchanged"});
   readChoice("DEEPCOMPILE_READ_IN_PLACE", environment.read_in_place, {"auto", "off"});

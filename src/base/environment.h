@@ -18,10 +18,12 @@ struct Environment {
   // DEEPCOMPILE_LOG = error | warning | info | debug. What is written to standard error.
   std::string log = "warning";
 
-  // DEEPCOMPILE_SHM_ONE_STEP_BYTES, DEEPCOMPILE_SHM_CHUNK_BYTES: sizes at which shared-memory collectives change their
-  // way (docs/shm.md). Measured for each group when unset (-1); those of rank 0 count.
+  // DEEPCOMPILE_SHM_ONE_STEP_BYTES, DEEPCOMPILE_SHM_CHUNK_BYTES, DEEPCOMPILE_SHM_STREAMING_BYTES: sizes at which
+  // shared-memory collectives change their way (docs/shm.md). Measured or known for each group when unset (-1); those
+  // of rank 0 count.
   std::int64_t shm_one_step_bytes = -1;
   std::int64_t shm_chunk_bytes = -1;
+  std::int64_t shm_streaming_bytes = -1;
 
   // DEEPCOMPILE_STREAM_DELAY_US: hold up a device's streams for random times below this many microseconds, to bring out
   // an ordering that is missing (docs/cuda.md). 0: never.

@@ -1,13 +1,12 @@
 // Copies of many pieces in one launch, with a cast; and a delay for tests. Memory bandwidth bounds the copies.
-#include "deepcompile/comm/copy_kernels_cuda.h"
+#include <cuda_runtime.h>
 
 #include <cstdint>
-
-#include <cuda_runtime.h>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include "deepcompile/comm/copy_kernels_cuda.h"
 #include "deepcompile/comm/pieces_cuda.h"
 
 namespace dc::cuda {
@@ -74,9 +73,8 @@ __global__ void delayKernel(std::int64_t nanoseconds) {
 using Kernel = void (*)(Launch);
 
 cudaError_t launchAll(Kernel kernel, const Piece* pieces, int count, cudaStream_t stream) {
-  return inLaunches(pieces, count, kElementsPerBlock, [&](const Launch& launch, int blocks) {
-    kernel<<<blocks, kThreads, 0, stream>>>(launch);
-  });
+  return inLaunches(pieces, count, kElementsPerBlock,
+                    [&](const Launch& launch, int blocks) { kernel<<<blocks, kThreads, 0, stream>>>(launch); });
 }
 
 template <typename To>

@@ -1,15 +1,14 @@
 // Every block writes the sum of its part, and one block adds those up: no atomics, so the same bits every time. Memory
 // bandwidth bounds it.
-#include "deepcompile/comm/sum_kernels_cuda.h"
+#include <cuda_runtime.h>
 
 #include <cstdint>
-
-#include <cuda_runtime.h>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include "deepcompile/comm/pieces_cuda.h"
+#include "deepcompile/comm/sum_kernels_cuda.h"
 
 namespace dc::cuda {
 namespace {

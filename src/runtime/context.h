@@ -42,8 +42,8 @@ class Context {
   // True where work is ordered on a device and the host does not wait for it. Set before anything runs.
   bool device_order = false;
 
-  // Small parameters of a held step are gathered together at its first gather and stay to its end. The same on all ranks;
-  // set between steps.
+  // Small parameters of a held step are gathered together at its first gather and stay to its end. The same on all
+  // ranks; set between steps.
   bool small_together = false;
 
   // While true, reductions and frees are skipped.

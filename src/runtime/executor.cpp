@@ -429,8 +429,8 @@ void CustomOpExecutor::reduceToOwners(at::ScalarType scalar_type) {
   runCollective(
       *rs_stream_, [what] { return what; },
       [comm = comm_, sent, reductions = std::move(reductions), presence, counts, op = getReductionOp(), tag,
-       spoil = ending_ && context_->device_order && !surplus,
-       context = context_, first = tasks[0].getDSId(), on_callers_thread = rs_stream_->followsCaller(),
+       spoil = ending_ && context_->device_order && !surplus, context = context_, first = tasks[0].getDSId(),
+       on_callers_thread = rs_stream_->followsCaller(),
        signature =
            context_->config.debug ? concat("reduction of parameters ", join_as_str(ids, ", ")) : std::string()] {
         const std::int64_t began = Timeline::now();

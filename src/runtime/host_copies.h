@@ -21,9 +21,9 @@ class HostCopies {
   // `limit`: bytes that copies may take at once; 0: as many as there are.
   HostCopies(at::Device device, std::int64_t limit);
 
-  // Host memory in the layout of `tensor`, without its gaps. What `writer` is given from now on is ordered after whoever
-  // used the memory before. The memory goes back with the last tensor over it. An error that names the bytes where
-  // there is none.
+  // Host memory in the layout of `tensor`, without its gaps. What `writer` is given from now on is ordered after
+  // whoever used the memory before. The memory goes back with the last tensor over it. An error that names the bytes
+  // where there is none.
   at::Tensor take(const at::Tensor& tensor, Stream& writer, Deadline deadline);
   // The same elements for work on a stream: the memory is used again only after usedUntil()'s event, so the work need
   // not keep it. It keeps the pool. A tensor that take() did not make is kept itself.

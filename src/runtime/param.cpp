@@ -126,9 +126,8 @@ void DSParam::offload() {
   // The storage is empty from now on; the work owns the device memory until it has been copied.
   auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, shard.device())));
   guardUntilReturn(storage, describe() + " is offloaded to host memory; call reload_parameter before it is used");
-  state.offload_stream->run([to = HostCopies::inFlight(state.host), there, memory] {
-    to.tensor.copy_(there, /*non_blocking=*/true);
-  });
+  state.offload_stream->run(
+      [to = HostCopies::inFlight(state.host), there, memory] { to.tensor.copy_(there, /*non_blocking=*/true); });
   state.host_ready = state.offload_stream->record();
   HostCopies::usedUntil(state.host, state.host_ready);
   state.away = true;

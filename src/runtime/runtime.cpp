@@ -250,10 +250,9 @@ void Runtime::registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecu
 
 void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor) {
   checkOpen();
-  GraphTable::global().add(
-      std::make_shared<const Graph>(Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
-                                          std::make_shared<TensorOffload>(offload_stream_, reload_stream_,
-                                                                          host_copies_, context_)}));
+  GraphTable::global().add(std::make_shared<const Graph>(
+      Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
+            std::make_shared<TensorOffload>(offload_stream_, reload_stream_, host_copies_, context_)}));
   executors_.emplace(graph_id, std::move(executor));
   agreed_ = false;
 }

@@ -49,7 +49,7 @@ at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
       at::empty_like(host, host.options().device(transfer.device).requires_grad(false).pinned_memory(false));
   reload_stream_->wait(transfer.offloaded, context_->deadline());
   runDetached(
-      *reload_stream_, [id] { return concat("reloading tensor ", id); }, 
+      *reload_stream_, [id] { return concat("reloading tensor ", id); },
       [from = HostCopies::inFlight(host), tensor] { tensor.copy_(from.tensor, true); });
   transfer.reloaded = reload_stream_->record();
   HostCopies::usedUntil(host, transfer.reloaded);

@@ -134,13 +134,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   const GatherResources gather_;
   ShardsInPlace in_place_;
   std::vector<Wanted> read_in_place_;  // copies of the registry that are the shards themselves
-  // Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all of
-  // them along, and they stay until its end: one meeting of the ranks instead of one for each.
+  // Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all
+  // of them along, and they stay until its end: one meeting of the ranks instead of one for each.
   static constexpr std::int64_t kSmallBytes = 64 << 10;
   static constexpr std::int64_t kTogetherBytes = 4 << 20;
   std::map<std::pair<std::int64_t, at::ScalarType>, bool> together_;  // true while they stay
   std::int64_t together_bytes_ = 0;
-  bool together_gathered_ = false;                                    // in the held step
+  bool together_gathered_ = false;  // in the held step
   bool reduce_at_update_ = false;
   LocalGradients local_;
   std::shared_ptr<ReplayFollower> follower_;

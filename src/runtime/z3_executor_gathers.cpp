@@ -61,7 +61,8 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   if (auto memory = in_place_.find(wanted.id, wanted.dtype); memory != nullptr) {
     context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
     const std::int64_t bytes = padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
-    return {GatherPart(), makeInPlace(std::move(memory), bytes, key, param.getShape(), shard.device(), context_->recorder)};
+    return {GatherPart(),
+            makeInPlace(std::move(memory), bytes, key, param.getShape(), shard.device(), context_->recorder)};
   }
   Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
   if (!buffer.free_after.trivial()) {

@@ -1,5 +1,5 @@
-// Reads of parameters by the program, in modules and for what autograd saved: recorded, and following a plan where there
-// is one.
+// Reads of parameters by the program, in modules and for what autograd saved: recorded, and following a plan where
+// there is one.
 #include <algorithm>
 #include <utility>
 

@@ -24,7 +24,8 @@ struct AllReduce {
   std::int64_t element = sizeOf(dtype);
 
   std::int64_t bytes() const { return count * element; }
-  bool streams() const { return bytes() >= group.tuning().streaming_bytes; }
+  // In place the lines that are written have just been read: they are in the caches, and past them is a way round.
+  bool streams() const { return in != out && bytes() >= group.tuning().streaming_bytes; }
 };
 
 // Elements of one part of `pieces` equal pieces: whole cache lines, so that no two ranks write the same.

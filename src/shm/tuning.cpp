@@ -131,7 +131,8 @@ class Measurement {
 // What users have set on rank 0 goes before what was measured.
 void applyEnvironment(Group& group, Tuning& tuning) {
   const Environment environment = Environment::read();
-  std::array<std::int64_t, 2> given = {environment.shm_one_step_bytes, environment.shm_chunk_bytes};
+  std::array<std::int64_t, 3> given = {environment.shm_one_step_bytes, environment.shm_chunk_bytes,
+                                       environment.shm_streaming_bytes};
   const Run words = {reinterpret_cast<std::byte*>(given.data()), sizeof(given)};
   broadcast(group, {&words, 1}, 0);
   if (given[0] >= 0) {
@@ -139,6 +140,9 @@ void applyEnvironment(Group& group, Tuning& tuning) {
   }
   if (given[1] >= 0) {
     tuning.chunk_bytes = std::clamp(given[1], 4 * kKiB, group.layout().slot_bytes);
+  }
+  if (given[2] >= 0) {
+    tuning.streaming_bytes = given[2];
   }
 }
 
