@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -106,8 +107,25 @@ void Runtime::giveUp(const std::string& what, const std::string& why) {
   context_->late_error->setForGood(concat(what, " failed: ", why, answer.empty() ? "" : "; ", answer,
                                           "\nCheck that every rank is alive and runs the same collectives; `timeout` ",
                                           "bounds the wait and `debug` names the ranks that differ"));
-  channels_.gather->abort();
-  channels_.reduce->abort();
+  abortChannels();
+}
+
+// Ending a communicator tells its own kernels to end and then waits for the whole device, so for the kernels of the other
+// one: both are told before either has waited.
+void Runtime::abortChannels() {
+  std::thread other([gather = channels_.gather] {
+    try {
+      gather->abort();
+    } catch (const std::exception& error) {
+      log(LogLevel::Warning, concat("while ending the communicator of gathers: ", error.what()));
+    }
+  });
+  try {
+    channels_.reduce->abort();
+  } catch (const std::exception& error) {
+    log(LogLevel::Warning, concat("while ending the communicator of reductions: ", error.what()));
+  }
+  other.join();
 }
 
 void Runtime::setTimeouts() {
@@ -483,8 +501,7 @@ void Runtime::close() {
     } catch (const std::exception& error) {
       log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
       if (context_->device_order) {  // what hangs on a device would hang whoever waits for it next
-        channels_.gather->abort();
-        channels_.reduce->abort();
+        abortChannels();
       }
     }
   }

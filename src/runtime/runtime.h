@@ -138,6 +138,7 @@ class Runtime {
   std::shared_ptr<Stream> makeStream(const char* name, CpuStreamMode cpu_mode) const;
   // An operation did not end: whatever is asked of the runtime from now on fails with this.
   void giveUp(const std::string& what, const std::string& why);
+  void abortChannels();
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   const std::shared_ptr<Context> context_;
