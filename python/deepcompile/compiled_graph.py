@@ -128,6 +128,7 @@ class CompiledGraph:
             self._sharding.runtime.record_timeline(True)
         _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
+        self._sharding.planner.use_budget(self._options.budget)
         self._sharding.runtime.hold_shards()
 
     def _planned_flushes(self) -> list[bool]:

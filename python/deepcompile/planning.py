@@ -110,10 +110,16 @@ class StepPlanner:
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
         if self._config.memory_budget is not None:
             sharding.runtime.keep_idle_memory(False)
-        elif self._config.compile.strategy == "auto":
-            sharding.runtime.gather_small_together(True)
+        self.use_budget(self.budget)
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()
+
+    def use_budget(self, budget: int) -> None:
+        """What follows runs within ``budget``: small parameters stay gathered for a whole step only where nobody wants less
+        memory than there is.
+        """
+        unbounded = self._config.memory_budget is None and budget >= self.budget
+        self._sharding.runtime.gather_small_together(unbounded and self._config.compile.strategy == "auto")
 
     def learn_facts(self) -> None:
         """What each parameter holds besides what graphs show; again when others are trained."""

@@ -110,8 +110,8 @@ void Runtime::giveUp(const std::string& what, const std::string& why) {
   abortChannels();
 }
 
-// Ending a communicator tells its own kernels to end and then waits for the whole device, so for the kernels of the other
-// one: both are told before either has waited.
+// Ending a communicator tells its own kernels to end and then waits for the whole device, so for the kernels of the
+// other one: both are told before either has waited.
 void Runtime::abortChannels() {
   std::thread other([gather = channels_.gather] {
     try {
