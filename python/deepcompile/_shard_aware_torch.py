@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: They compute norms or factors over a whole parameter, or take part in a line search. Also where another library has them.
 _NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam")
 
-#: What an optimizer held besides shards when it was last looked at.
+#: The parameters that an optimizer trained when it was last looked at.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 _installed = False
@@ -178,7 +178,7 @@ def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_added_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
-    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if _seen.get(optimizer) == looked_at:
         return
     others = {

@@ -244,8 +244,11 @@ def around_the_model(rank: int, world: int) -> None:
     with pytest.raises(TypeError, match=r"averages gradients itself: shard the model inside it \(\.module\)"):
         deepcompile.shard(ddp(small()), config(3))
     grown = deepcompile.shard(small(), config(3))
-    grown.add_module("head", nn.Linear(5, 2))
+    grown.add_module("head", nn.Linear(5, 2).requires_grad_(False))
     optimizer = sgd(grown.parameters())
+    grown(torch.ones(2, 8)).sum().backward()
+    optimizer.step()  # it is frozen: all ranks have the same
+    grown.get_submodule("head").requires_grad_(True)
     grown(torch.ones(2, 8)).sum().backward()
     with pytest.raises(RuntimeError, match=r"'head\.weight' was added to Sequential after it was sharded"):
         optimizer.step()
