@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/shm/native_bfloat16.h"
 
 // Structs here hold vectors, which those of SVE and RVV cannot be members of. No processor that matters ends at SSSE3.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
@@ -152,6 +153,15 @@ void reduceBool(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count,
   reduceBits<BoolLanes>(bits, inputs, outputs, count, streaming);
 }
 
+void reduceBFloat16(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+  if ((op == ReduceOp::Sum || op == ReduceOp::Average) && convertsToBFloat16()) {
+    return reduceFloating<NativeBFloat16Lanes>(op, inputs, outputs, count, streaming);
+  }
+#endif
+  reduceFloating<HalfLanes<BFloat16Format>>(op, inputs, outputs, count, streaming);
+}
+
 void reduceOnTarget(ReduceOp op, DType dtype, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
   switch (dtype) {
     case DType::Float32:
@@ -161,7 +171,7 @@ void reduceOnTarget(ReduceOp op, DType dtype, Inputs inputs, Outputs outputs, st
     case DType::Float16:
       return reduceFloating<HalfLanes<Float16Format>>(op, inputs, outputs, count, streaming);
     case DType::BFloat16:
-      return reduceFloating<HalfLanes<BFloat16Format>>(op, inputs, outputs, count, streaming);
+      return reduceBFloat16(op, inputs, outputs, count, streaming);
     case DType::Int8:
       return reduceInteger<std::int8_t, std::uint8_t>(op, inputs, outputs, count, streaming);
     case DType::Int16:

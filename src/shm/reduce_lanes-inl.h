@@ -147,7 +147,9 @@ struct Four {
 };
 
 template <typename Lanes>
-concept FinishesFour = requires { Lanes::kFinishesFour; };
+concept FinishesFour = requires {
+  Lanes::kFinishesFour;
+};
 
 template <typename Lanes, typename Op, typename V>
 HWY_INLINE auto finishFour(const Op& op, const Four<V>& totals) {
@@ -355,11 +357,13 @@ struct HalfLanes<BFloat16Format> : HalfLanesInWords<BFloat16Format> {
     return {packed(v.a), packed(v.b), packed(v.c), packed(v.d)};
   }
 
- private:
+ protected:
   template <typename Op>
   static HWY_INLINE Vector scaled(const Op& op, const Vector& v) {
     return {op.scale(v.first), op.scale(v.second)};
   }
+
+ private:
   // Where one of the two is a NaN.
   static HWY_INLINE hn::Mask<FloatTag> hasNaN(const Vector& v) {
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
@@ -370,6 +374,39 @@ struct HalfLanes<BFloat16Format> : HalfLanesInWords<BFloat16Format> {
   }
   static HWY_INLINE Words packed(const Vector& v) { return BFloat16Format::packed(v.first, v.second); }
 };
+
+#if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
+
+// Sums and averages on processors that convert to bfloat16 themselves (AVX512_BF16, which no target of Highway's in
+// Debian has): a quarter fewer instructions. The conversion rounds as we want but makes zeros of denormals, so those
+// are looked for together with the NaNs. A thread that flushes denormals has none of either after an addition.
+struct NativeBFloat16Lanes : HalfLanes<BFloat16Format> {
+  template <typename Op>
+  static HWY_INLINE Four<Words> finishFour(const Op& op, const Four<Vector>& totals) {
+    const Four<Vector> v = {scaled(op, totals.a), scaled(op, totals.b), scaled(op, totals.c), scaled(op, totals.d)};
+    if (HWY_UNLIKELY((rare(v.a) | rare(v.b) | rare(v.c) | rare(v.d)) != 0)) {
+      return {finish(op, totals.a), finish(op, totals.b), finish(op, totals.c), finish(op, totals.d)};
+    }
+    return {packed(v.a), packed(v.b), packed(v.c), packed(v.d)};
+  }
+
+ private:
+  static HWY_INLINE unsigned rare(const Vector& v) {
+    constexpr int kNaNOrDenormal = 0x01 | 0x20 | 0x80;
+    return static_cast<unsigned>(_mm512_fpclass_ps_mask(v.first.raw, kNaNOrDenormal) |
+                                 _mm512_fpclass_ps_mask(v.second.raw, kNaNOrDenormal));
+  }
+  static HWY_INLINE Words packed(const Vector& v) {
+    __m512i halves;  // those of `first` in the lower 16 words, those of `second` in the upper
+    asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(halves) : "v"(v.second.raw), "v"(v.first.raw));
+    alignas(64) static constexpr std::uint16_t kInTurns[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                               21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                               11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return Words{_mm512_permutexvar_epi16(_mm512_load_si512(kInTurns), halves)};
+  }
+};
+
+#endif
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
 

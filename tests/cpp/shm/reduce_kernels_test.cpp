@@ -19,6 +19,7 @@
 #include <gtest/gtest.h>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/shm/native_bfloat16.h"
 
 namespace dc::shm {
 namespace {
@@ -439,6 +440,44 @@ TEST(ReduceKernelsOfHalves, KeepEveryNumberThatIsTheOnlyInput) {
 }
 
 // All bits but the sign in steps that pass every exponent and every way to round.
+// Blocks of ordinary numbers, where the processor's own conversion is used, and blocks with one that it gets wrong.
+TEST(ReduceKernelsOfHalves, AreTheSameBitsWhetherTheProcessorConvertsOrWeDo) {
+  if (!convertsToBFloat16()) {
+    GTEST_SKIP() << "the processor does not convert to bfloat16";
+  }
+  std::mt19937 random(7);
+  constexpr std::int64_t kCount = 4096;
+  std::vector<std::uint16_t> a(kCount);
+  std::vector<std::uint16_t> b(kCount);
+  for (const double rare : {0.0, 0.002, 1.0}) {
+    for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Average}) {
+      for (int round = 0; round < 50; ++round) {
+        for (std::int64_t i = 0; i < kCount; ++i) {
+          // Exponents near one another, so that sums are not the larger number alone.
+          const auto ordinary = [&] {
+            return static_cast<std::uint16_t>((random() & 0x8000) | (0x3E00 + random() % 0x400));
+          };
+          const bool any = std::uniform_real_distribution<>(0, 1)(random) < rare;
+          a[i] = any ? static_cast<std::uint16_t>(random()) : ordinary();
+          b[i] = any ? static_cast<std::uint16_t>(random() & 0x80FF) : ordinary();
+        }
+        std::array<std::vector<std::uint16_t>, 2> found;
+        for (const bool native : {false, true}) {
+          nativeBFloat16Allowed() = native;
+          std::vector<std::uint16_t>& out = found[native ? 1 : 0];
+          out.resize(kCount);
+          const std::array<const std::byte*, 2> inputs = {reinterpret_cast<const std::byte*>(a.data()),
+                                                          reinterpret_cast<const std::byte*>(b.data())};
+          std::byte* output = reinterpret_cast<std::byte*>(out.data());
+          reduceRanks(op, DType::BFloat16, inputs, {&output, 1}, kCount);
+        }
+        nativeBFloat16Allowed() = true;
+        ASSERT_EQ(found[0], found[1]) << "one in " << 1 / rare << " is rare";
+      }
+    }
+  }
+}
+
 TEST(ReduceKernelsOfHalves, RoundFloat32ToNearestEvenOverTheWholeRange) {
   std::vector<std::uint16_t> first, second;
   for (std::uint32_t i = 0; i < 65536; ++i) {
