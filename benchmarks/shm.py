@@ -3,8 +3,9 @@ and a memcpy of the same bytes by all ranks at once. One thread a rank, each on 
 
 All candidates are started first and measured in turn, round after round; the idle ones sleep. A time is the median over
 the rounds of the slowest rank's time, a ratio the median over the rounds of the ratio of that round: what cores need to
-pass a cache line to each other changes threefold on a virtual machine, from one second to another. ``bytes`` is what an
-all-reduce reduces, an all-gather yields, a reduce-scatter takes.
+pass a cache line to each other changes threefold on a virtual machine, from one second to another. All tensors are made
+anew for every round: which physical pages a tensor of half the last cache gets is worth a quarter of its time. ``bytes`` is
+what an all-reduce reduces, an all-gather yields, a reduce-scatter takes.
 
 The operator, DeepSpeed's and ours, is called as ``torch.ops.deepspeed.inference_all_reduce_.default``; gloo is compared
 with our c10d backend, called in the same way, and Open MPI's call with ``deepcompile.comm.inference_all_reduce``. The no-op
@@ -127,11 +128,15 @@ class Run:
     def measure(self, collective: str, dtype: str, size: int) -> None:
         columns = [column for column in COLLECTIVES[collective] if column.measures(collective, dtype, size)]
         index: dict[Candidate, int] = {}
-        for team in list(self.teams):
-            own = [column for column in columns if column.team == team]
-            index |= {column: position for position, column in enumerate(own)}
-            cases = [Case(collective, column.interface, column.memory, dtype, size) for column in own]
-            self._guarded(team, lambda ranks, cases=cases: ranks.prepare(cases))
+
+        def prepare() -> None:
+            for team in list(self.teams):
+                own = [column for column in columns if column.team == team]
+                index.update({column: position for position, column in enumerate(own)})
+                cases = [Case(collective, column.interface, column.memory, dtype, size) for column in own]
+                self._guarded(team, lambda ranks, cases=cases: ranks.prepare(cases))
+
+        prepare()
 
         def once(column: Candidate, iterations: int) -> float | None:
             return self._guarded(column.team, lambda ranks: ranks.measure(index[column], iterations))
@@ -143,6 +148,10 @@ class Run:
                 iterations[column] = max(2, min(10_000, int(self.slice / first)))
         samples: dict[Candidate, list[float]] = {column: [] for column in iterations}
         for turn in range(self.rounds):
+            if turn > 0:
+                prepare()
+                for column in iterations:
+                    once(column, 2)
             order = list(iterations)
             for column in order[turn % len(order) :] + order[: turn % len(order)]:
                 if (seconds := once(column, iterations[column])) is not None:
