@@ -101,7 +101,7 @@ class _Unit:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        if self._sharding is None:
+        if self._sharding is None or self._sharding.whole:  # nothing to plan
             return compile_fx(self._module, list(self._inputs))
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):

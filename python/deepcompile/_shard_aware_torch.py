@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 from deepcompile._load import _C
 
@@ -39,9 +39,8 @@ def install() -> None:
     _wrap_total_norm()
     _wrap_grad_scaler()
     _refuse_ddp()
-    register_optimizer_step_pre_hook(_refuse_whole_parameter_optimizers)
-    register_optimizer_step_pre_hook(_refuse_added_parameters)
-    register_optimizer_step_post_hook(_note_update)
+    torch_optimizer.register_optimizer_step_pre_hook(before_update)
+    torch_optimizer.register_optimizer_step_post_hook(after_update)
 
 
 def _shardings() -> list[Sharding]:
@@ -176,7 +175,19 @@ def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_added_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def before_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """What every ``optimizer.step()`` begins with."""
+    _refuse_whole_parameter_optimizers(optimizer)
+    _refuse_added_parameters(optimizer)
+
+
+def are_the_only_hooks() -> bool:
+    """True where no other library looks at the steps of all optimizers."""
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return [list(found.values()) for found in hooks] == [[before_update], [after_update]]
+
+
+def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
     """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
     looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if _seen.get(optimizer) == looked_at:
@@ -198,16 +209,16 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs
     _seen[optimizer] = looked_at
 
 
-def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
         members = {param for sharding in _shardings() for param in sharding.by_parameter()}
         if any(param in members for group in optimizer.param_groups for param in group["params"]):
             refuse_whole_parameter_optimizer(optimizer)
 
 
-def _note_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gathered copies are out of date when the shard's version changes, which fused optimizers, and those that write to
-    ``param.data``, leave as it was.
+def after_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """What every ``optimizer.step()`` ends with. Gathered copies are out of date when the shard's version changes, which
+    fused optimizers, and those that write to ``param.data``, leave as it was.
     """
     updated = [
         param
@@ -219,4 +230,11 @@ def _note_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         torch.autograd.graph.increment_version(updated)
 
 
-__all__ = ["install", "refuse_whole_parameter_optimizer", "total_norm_over_shards"]
+__all__ = [
+    "after_update",
+    "are_the_only_hooks",
+    "before_update",
+    "install",
+    "refuse_whole_parameter_optimizer",
+    "total_norm_over_shards",
+]

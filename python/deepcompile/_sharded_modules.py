@@ -27,9 +27,7 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
-    #: Read in another dtype than it is kept in.
-    casts: bool
-    #: The shard is the whole parameter: it is read as it is.
+    #: The parameter is there as a whole, in another dtype than it is read in.
     whole: bool
     #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
     serial: int
@@ -57,16 +55,15 @@ _CALL_OF_MODULES = nn.Module._call_impl.__code__
 
 def _property(read: _Read) -> property:
     attribute, graph_id, shape = read.attribute, read.graph_id, list(read.shape)
-    dtype, keep, casts = read.dtype, read.keep, read.casts
+    dtype, keep = read.dtype, read.keep
 
-    def view(module: nn.Module) -> torch.Tensor:
+    def cast(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters[attribute]
         assert parameter is not None
-        whole = parameter.view(shape)
-        return whole.to(dtype) if casts else whole
+        return parameter.to(dtype)
 
     if read.whole:
-        return property(view)
+        return property(cast)
 
     def gather(module: nn.Module) -> torch.Tensor:
         shard = module._parameters[attribute]
@@ -78,7 +75,7 @@ def _property(read: _Read) -> property:
 
 
 def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, False, False, 0)).fget
+    getter = _property(_Read("weight", 0, (), torch.float32, False, False, 0)).fget
     assert getter is not None
     return getter
 
@@ -184,7 +181,6 @@ def install(sharding: Sharding) -> None:
                 tuple(sharded.full_shape),
                 sharded.read_dtype,
                 keep,
-                sharded.read_dtype != sharded.param.dtype,
                 sharding.whole,
                 sharding.serial,
             )
@@ -193,7 +189,10 @@ def install(sharding: Sharding) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # gradients are reduced dense
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
-        module.__class__ = _class_of(type(module), tuple(read for _, read in entries))
+        # What one rank has as a whole is read as it is.
+        through = [read for s, read in entries if not read.whole or read.dtype != s.param.dtype]
+        if through:
+            module.__class__ = _class_of(type(module), tuple(through))
     _install_leaf_hooks(sharding)
 
 
@@ -214,7 +213,8 @@ class _Slicer:
         for attribute, sharded in self._params.items():
             value = state_dict.get(prefix + attribute)
             if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:
-                state_dict[prefix + attribute] = self._sharding.slice_of(sharded, value.detach())
+                own = self._sharding.slice_of(sharded, value.detach())
+                state_dict[prefix + attribute] = own.view(sharded.param.shape)
 
     def __deepcopy__(self, memo: Any) -> _Slicer:
         return self

@@ -55,7 +55,7 @@ class _Flat:
         size = shard.numel()
         valid = max(0, min(size, sharded.numel - self._rank * size))
         return DTensor.from_local(
-            shard.detach()[:valid],
+            shard.detach().view(-1)[:valid],
             self._mesh,
             [Shard(0)],
             run_check=False,

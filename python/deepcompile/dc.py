@@ -235,6 +235,10 @@ class Runtime:
         """What this rank did, in numbers (docs/runtime.md lists them)."""
         return self._native.stats()
 
+    def wait_seconds(self) -> float:
+        """Of :meth:`stats`: how long the host was blocked in waits so far."""
+        return self._native.wait_seconds()
+
     def cleanup(self) -> None:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepcompile import _fused_adam
 from deepcompile.clipping import Clipping
 from deepcompile.config import Config
 from deepcompile.drift import Drift
@@ -68,6 +69,8 @@ class Engine(EngineSurface):
         self._forward = torch.compile(
             self.module, backend="deepcompile", dynamic=options.dynamic, fullgraph=options.fullgraph
         )
+        if self.sharding.whole:  # nothing to plan
+            return
         self.sharding.planner  # noqa: B018 - made here, by all ranks together
         self.profile = Profile(self.sharding, options.profile_steps)
         # On CUDA the calls only enqueue: how long they take says nothing of the step.
@@ -163,7 +166,7 @@ class Engine(EngineSurface):
         taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
-            self.optimizer.step()
+            _fused_adam.step(self.optimizer)
             self._clipping.done(self.optimizer)
             self.steps += 1
             if self.lr_scheduler is not None:
@@ -183,7 +186,7 @@ class Engine(EngineSurface):
             if changed and self.sharding.rank == 0:
                 _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
             self.sharding.steps_begun += 1
-            self.times.begin(self.stats()["wait_seconds"])
+            self.times.begin(self.sharding.runtime.wait_seconds())
             self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()
@@ -191,7 +194,7 @@ class Engine(EngineSurface):
 
     def _end_step(self) -> None:
         self._in_step = False
-        self.times.end(self.stats()["wait_seconds"])
+        self.times.end(self.sharding.runtime.wait_seconds())
         self.profile.end_step()
         if isinstance(self.profile, Profile) and self.profile.several_graphs:
             self.profile = JointProfile(self.sharding, self.profile.iterations)

@@ -104,7 +104,7 @@ def check_parity(
                     if name in shards and param.grad is not None:
                         own = slice_of(param.grad * engine.loss_scale.value, rank, world)
                         found = shards[name].grad
-                        difference = float("inf") if found is None else _relative(found, own)
+                        difference = float("inf") if found is None else _relative(found.view(-1), own)
                         result.gradient.see(difference, f"{name}, step {step}")
                 if checked.gradient_clipping:
                     torch.nn.utils.clip_grad_norm_(reference.parameters(), checked.gradient_clipping)

@@ -118,6 +118,10 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if options.mode == "replay":
         why = engine.profile.why_not or "the first iterations are being recorded"
         return [("replay", f"nothing is active, parameters are gathered on demand: {why}")]
+    if engine.sharding.whole:
+        return [
+            ("compiled", f"by {options.backend}, without a plan: one rank has every parameter, nothing is gathered")
+        ]
     graphs = engine.sharding.planner.steps
     if not graphs:
         return [("compiled", "nothing yet: no forward has run, or every frame was skipped")]

@@ -34,7 +34,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter. ``param`` holds this rank's part, flat and padded to the same size on all ranks."""
+    """A sharded parameter. ``param`` holds this rank's part, flat and padded to the same size on all ranks; the whole of it,
+    in its own shape, where one rank has everything.
+    """
 
     id: int
     name: str
@@ -53,6 +55,11 @@ class ShardedParam:
     @property
     def numel(self) -> int:
         return self.full_shape.numel()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """This rank's part, flat, in the parameter's memory."""
+        return self.param.detach().view(-1)
 
 
 class Sharding:
@@ -121,7 +128,7 @@ class Sharding:
             self.runtime.register_z3_param(
                 sharded.id,
                 sharded.full_shape,
-                sharded.param,
+                sharded.flat if self.whole else sharded.param,  # on which the runtime puts the gradient
                 self._gradient_buffer(sharded.param),
                 sharded.persistent,
                 name=sharded.name,
@@ -170,6 +177,8 @@ class Sharding:
         """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
         Every rank calls it.
         """
+        if self.whole:
+            return sharded.param.detach().to(dtype or sharded.param.dtype, copy=True)
         with torch.no_grad():
             whole: torch.Tensor = torch.ops.dc.gather_shard(
                 sharded.param, self.graph_id, list(sharded.full_shape), dtype or sharded.param.dtype
@@ -405,7 +414,7 @@ def _refuse_hooks(sharded: ShardedParam) -> None:
 
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
     """A parameter without data becomes one with this rank's part."""
-    own = _where_it_travels(sharded, own, sharding)
+    own = _kept(sharded, own, sharding)
     param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
@@ -413,9 +422,13 @@ def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> 
     return dataclasses.replace(sharded, param=param)
 
 
-def _where_it_travels(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """The shard in memory from which gathers are fastest; as the fp32 master copy where gathers cast."""
+def _kept(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """What the parameter holds: its part in memory from which gathers are fastest, as the fp32 master copy where reads cast.
+    One rank that has everything keeps the parameter as it is.
+    """
     dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
+    if sharding.whole:
+        return own.to(dtype).view(sharded.full_shape)
     return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
 
@@ -457,13 +470,18 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
     param, group = sharded.param, sharding.group
     whole = param.detach()
+    if sharding.whole:
+        param.data = _kept(sharded, whole.contiguous(), sharding)
+        param.grad = None
+        param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
+        return
     parts = None
     if sharding.rank == 0:
         parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
     own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
     _scatter(own, parts, group)
     _forget_its_graph(param)
-    param.data = _where_it_travels(sharded, own, sharding)
+    param.data = _kept(sharded, own, sharding)
     param.grad = None
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
 

@@ -64,6 +64,11 @@ ParamOptions paramOptions(const std::string& name, const std::optional<at::Scala
   return {name, reduce_dtype};
 }
 
+// Of stats(), alone: an engine asks for it twice a step.
+double waitSeconds(Runtime& runtime) {
+  return static_cast<double>(runtime.context().stats.wait_nanoseconds.load()) * 1e-9;
+}
+
 py::dict statsOf(Runtime& runtime) {
   const Stats& stats = runtime.context().stats;
   const Traffic& traffic = *runtime.context().traffic;
@@ -106,7 +111,7 @@ py::dict statsOf(Runtime& runtime) {
   all["bytes_offloaded"] = stats.bytes_offloaded.load();
   all["bytes_reloaded"] = stats.bytes_reloaded.load();
   all["waits"] = stats.waits.load();
-  all["wait_seconds"] = static_cast<double>(stats.wait_nanoseconds.load()) * 1e-9;
+  all["wait_seconds"] = waitSeconds(runtime);
   return all;
 }
 
@@ -210,7 +215,8 @@ void bindRuntime(py::module_& module) {
             return spans;
           },
           "(kind, id, bytes, start, end) of what happened since the last call; nanoseconds of the steady clock.")
-      .def("stats", &statsOf);
+      .def("stats", &statsOf)
+      .def("wait_seconds", &waitSeconds);
 
   module.def("default_runtime", &defaultRuntime);
   module.def("sum_of_squares", &sumOfSquares, py::arg("tensors"), py::arg("device"), NoGil());

@@ -147,9 +147,7 @@ struct Four {
 };
 
 template <typename Lanes>
-concept FinishesFour = requires {
-  Lanes::kFinishesFour;
-};
+concept FinishesFour = requires { Lanes::kFinishesFour; };
 
 template <typename Lanes, typename Op, typename V>
 HWY_INLINE auto finishFour(const Op& op, const Four<V>& totals) {
