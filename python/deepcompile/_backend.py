@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
+from deepcompile.grouped_calls import group_calls
 from deepcompile.planning import CompiledCall
 from deepcompile.segments import (
     give_gradients,
@@ -90,6 +91,11 @@ class _Unit:
     def shares_gathers(self) -> bool:
         """True where others may read what this graph gathers: on one rank that may be the parameters themselves."""
         return self.part_of_a_step or (self._sharding is not None and self._sharding.world == 1)
+
+    @property
+    def _runs_alone(self) -> bool:
+        """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
+        return self._step is not None and self._sharding is not None and self._sharding.reads_what_it_has
 
     @property
     def backend(self) -> str:
@@ -177,6 +183,9 @@ class _Unit:
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:
                 graph = _copy(pristine)
+                if self._runs_alone:
+                    group_calls(graph)
+                    return inner(graph, example_inputs, **kwargs)
                 planned = graph_plan is not None and apply_plan(graph, graph_plan)
                 if graph_plan is not None and not planned:
                     _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)

@@ -37,6 +37,7 @@ EFFECTS = (
     torch.ops.deepspeed.inference_all_reduce.default,
     _ops.prefetch_shards.default,
     _ops.reduce_shard.default,
+    _ops.reduce_shards.default,
 )
 
 #: All operators, in the order in which the program calls them.
@@ -49,10 +50,13 @@ ORDERED = (
     _ops.wait_offload.default,
     _ops.wait_reload.default,
     _ops.gather_shard.default,
+    _ops.gather_shards.default,
 )
 
 
 _COPIES = (_ops.offload_tensor.default, _ops.reload_tensor.default)
+_GATHERS = (_ops.gather_shard.default, _ops.gather_shards.default)
+_REDUCTIONS = (_ops.reduce_shard.default, _ops.reduce_shards.default)
 _RELEASES = (_ops.release_param.default, _ops.release_param_traced.default)
 
 
@@ -106,7 +110,7 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     key: tuple[Any, Any] = (bound.get("graph_id"), bound.get("id"))
 
-    chained = op is not _ops.reduce_shard.default  # gradients find their order in the runtime
+    chained = op not in _REDUCTIONS  # gradients find their order in the runtime
     after = [order.last_buffer] if chained and order.last_buffer is not None else []
     if graph.current_node.meta.get("deepcompile_pinned"):
         # Planned: not earlier, where it would hold memory beside what those before it use, nor later than the graph says.
@@ -130,10 +134,10 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
-        elif op is _ops.gather_shard.default:
+        elif op in _GATHERS:
             if not bound.get("keep"):
                 order.leaving.update(outputs)
-            shared = bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
+            shared = op is not _ops.gather_shard.default or bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
             device = operation.get_device()
             if shared or device is None or device.type == "cpu":
                 # Others may read the same memory; on CPU it may be the shards themselves.

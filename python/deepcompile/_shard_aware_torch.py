@@ -81,6 +81,8 @@ def _local_norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
 
 def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Through the runtime where it has the device's own channel, so that the host does not wait."""
+    if group.size() == 1:
+        return
     for sharding in _shardings():
         if sharding.group is group and sharding.runtime.device == value.device:
             sharding.runtime.sum_over_ranks(value)

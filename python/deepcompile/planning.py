@@ -178,6 +178,9 @@ class StepPlanner:
     def _plan(self, step: Step) -> None:
         """Gives the step a plan, or the reason why there is none."""
         step.plan = None
+        if self._sharding.reads_what_it_has and step.trains:
+            step.why_not = "one rank reads its parameters where they lie"
+            return
         unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"

@@ -115,6 +115,12 @@ class Sharding:
         return self._planner
 
     @property
+    def reads_what_it_has(self) -> bool:
+        """True in the steps of an engine on one rank: a gather is the parameter itself, and there is nothing to plan."""
+        in_place = os.environ.get("DEEPCOMPILE_READ_IN_PLACE", "auto") != "off"
+        return self.world == 1 and self.steps_begun > 0 and in_place and self.config.compile.mode == "compile"
+
+    @property
     def collectives_stop_compute(self) -> bool:
         """True where they run on the thread of the caller."""
         return self.runtime.device.type == "cpu" and self.runtime.stats()["cpu_stream"] == "inline"

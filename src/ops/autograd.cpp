@@ -167,6 +167,15 @@ at::Tensor reduceShardAutograd(const at::Tensor& grad, const at::Tensor& shard, 
   return op.call(grad, shard, graph_id, given);
 }
 
+// Only compiled graphs have it, whose backward is written out.
+std::vector<at::Tensor> gatherShardsAutograd(at::TensorList shards, std::int64_t graph_id, at::IntArrayRef shapes,
+                                             at::IntArrayRef dims) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  using Signature = std::vector<at::Tensor>(at::TensorList, std::int64_t, at::IntArrayRef, at::IntArrayRef);
+  static const auto op = typedOp<Signature>("dc::gather_shards");
+  return op.call(shards, graph_id, shapes, dims);
+}
+
 // An operator whose output is, or copies, its first argument: the gradient passes unchanged, to the
 // device that the argument is on.
 template <typename... Rest>
@@ -305,4 +314,5 @@ TORCH_LIBRARY_IMPL(dc, Autograd, m) {
   m.impl("reduce_grad", reduceGradAutograd);
   m.impl("gather_shard", gatherShardAutograd);
   m.impl("reduce_shard", reduceShardAutograd);
+  m.impl("gather_shards", gatherShardsAutograd);
 }

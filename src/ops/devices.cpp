@@ -43,4 +43,6 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("free_tensors", freeTensors);
   m.impl("end_backward", endBackward);
   m.impl("prefetch_shards", prefetchShards);
+  m.impl("gather_shards", gatherShards);
+  m.impl("reduce_shards", reduceShards);
 }

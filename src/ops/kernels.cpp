@@ -7,6 +7,7 @@
 #include "deepcompile/base/text.h"
 #include "deepcompile/ops/end_of_backward.h"
 #include "deepcompile/ops/saved_tensor_hooks.h"
+#include "deepcompile/ops/shapes_in_a_row.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/runtime.h"
@@ -70,11 +71,12 @@ void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t i
 
 namespace {
 
-// `given`: nobody writes to the gradient's memory any more.
-at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given) {
+// `given`: nobody writes to the gradient's memory any more; `for_good`: nor reads it.
+at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given,
+                      bool for_good = false) {
   CustomOpExecutor& executor = locked.executor();
   executor.noteAutogradTask(outermostAutogradTask());
-  at::Tensor result = given ? executor.reduceGivenGrad(grad, id) : executor.reduceGrad(grad, id);
+  at::Tensor result = given ? executor.reduceGivenGrad(grad, id, for_good) : executor.reduceGrad(grad, id);
   if (executor.backwardImplicit() && executor.backwardOpen()) {
     endWithAutograd(locked.graph().id);
   }
@@ -139,9 +141,10 @@ std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {
   return Locked(graph_id).graph().runtime->registry().idOf(shard);
 }
 
-at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
-                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
-  const Locked locked(graph_id);
+namespace {
+
+at::Tensor gatherWith(const Locked& locked, const at::Tensor& shard, at::IntArrayRef shape,
+                      std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
   at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, insideAutograd());
   const DSParam& param = locked.graph().runtime->registry().getParam(id);
@@ -159,6 +162,24 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntAr
   return gathered;
 }
 
+}  // namespace
+
+at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
+                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
+  return gatherWith(Locked(graph_id), shard, shape, dtype, keep, guard);
+}
+
+std::vector<at::Tensor> gatherShards(at::TensorList shards, std::int64_t graph_id, at::IntArrayRef shapes,
+                                     at::IntArrayRef dims) {
+  const Locked locked(graph_id);
+  std::vector<at::Tensor> gathered;
+  gathered.reserve(shards.size());
+  eachShape(shards.size(), shapes, dims, [&](std::size_t i, at::IntArrayRef shape) {
+    gathered.push_back(gatherWith(locked, shards[i], shape, std::nullopt, /*keep=*/false, kNoGuard));
+  });
+  return gathered;
+}
+
 void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes) {
   const Locked locked(graph_id);
   std::vector<std::int64_t> ids;
@@ -172,6 +193,21 @@ at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int
   // Only traced code calls the operator: an eager backward reduces by id.
   GraphTable::global().find(graph_id)->runtime->context().recorder->noteCompiled();
   return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id), given);
+}
+
+void reduceShards(at::TensorList grads, at::TensorList shards, std::int64_t graph_id, at::IntArrayRef given) {
+  check(grads.size() == shards.size() && grads.size() == given.size(), [&] {
+    return concat("reduce_shards: ", grads.size(), " gradients for ", shards.size(), " shards and ", given.size(),
+                  " flags (graph ", graph_id, ")");
+  });
+  const Locked locked(graph_id);
+  Runtime& runtime = *locked.graph().runtime;
+  runtime.context().recorder->noteCompiled();
+  for (std::size_t i = 0; i < grads.size(); ++i) {
+    const std::int64_t id = runtime.registry().idOf(shards[i]);
+    locked.z3("reduce_shards").allowReduction(id);
+    reduceWith(locked, grads[i], id, given[i] != 0, /*for_good=*/given[i] != 0);
+  }
 }
 
 void endBackward(std::int64_t graph_id) {

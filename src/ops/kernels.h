@@ -38,5 +38,9 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntAr
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard);
 void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes);
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given);
+// Many at once. `shapes` has all sizes one after the other, `dims` how many of them are each one's.
+std::vector<at::Tensor> gatherShards(at::TensorList shards, std::int64_t graph_id, at::IntArrayRef shapes,
+                                     at::IntArrayRef dims);
+void reduceShards(at::TensorList grads, at::TensorList shards, std::int64_t graph_id, at::IntArrayRef given);
 
 }  // namespace dc::ops

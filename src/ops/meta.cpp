@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
+#include "deepcompile/ops/shapes_in_a_row.h"
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/runtime.h"
@@ -24,6 +25,15 @@ at::Tensor gatherShard(const at::Tensor& shard, std::int64_t, at::IntArrayRef sh
   return at::empty(shape, shard.options().dtype(dtype.value_or(shard.scalar_type())).requires_grad(false));
 }
 
+std::vector<at::Tensor> gatherShardsOfShape(at::TensorList shards, std::int64_t, at::IntArrayRef shapes,
+                                            at::IntArrayRef dims) {
+  std::vector<at::Tensor> found;
+  eachShape(shards.size(), shapes, dims, [&](std::size_t i, at::IntArrayRef shape) {
+    found.push_back(at::empty(shape, shards[i].options().requires_grad(false)));
+  });
+  return found;
+}
+
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor&, std::int64_t, bool) {
   return at::empty({0}, grad.options().requires_grad(false));
 }
@@ -42,6 +52,7 @@ void nothing(const at::Tensor&, std::int64_t, std::int64_t) {}
 void noPrefetch(std::int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&) {}
 void noFree(at::TensorList) {}
 void noPrefetchOfShards(at::TensorList, std::int64_t, const std::vector<at::ScalarType>&) {}
+void noReductions(at::TensorList, at::TensorList, std::int64_t, at::IntArrayRef) {}
 void noEnd(std::int64_t) {}
 
 }  // namespace
@@ -66,4 +77,6 @@ TORCH_LIBRARY_IMPL(dc, Meta, m) {
   m.impl("gather_shard", gatherShard);
   m.impl("prefetch_shards", noPrefetchOfShards);
   m.impl("reduce_shard", reduceShard);
+  m.impl("gather_shards", gatherShardsOfShape);
+  m.impl("reduce_shards", noReductions);
 }

@@ -25,6 +25,10 @@ TORCH_LIBRARY(dc, m) {
   m.def("prefetch_shards(Tensor[] shards, int graph_id, ScalarType[] dtypes) -> ()");
   // `given` says that nobody writes to the gradient's memory any more: it may be read after the call has returned.
   m.def("reduce_shard(Tensor grad, Tensor shard, int graph_id, bool given=False) -> Tensor");
+  // Many in one call, for where the calls would take longer than what they do. Here `given` says that nobody reads the
+  // gradient's memory either: it may become the gradient buffer.
+  m.def("gather_shards(Tensor[] shards, int graph_id, int[] shapes, int[] dims) -> Tensor[]");
+  m.def("reduce_shards(Tensor[] grads, Tensor[] shards, int graph_id, int[] given) -> ()");
 
   // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
   // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.

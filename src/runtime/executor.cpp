@@ -144,9 +144,10 @@ void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& gra
   });
 }
 
-at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good) {
   given_ = true;
-  const auto end = c10::make_scope_exit([this] { given_ = false; });
+  given_for_good_ = for_good;
+  const auto end = c10::make_scope_exit([this] { given_ = given_for_good_ = false; });
   return reduceGrad(std::move(grad_tensor), ds_id);
 }
 
@@ -173,7 +174,7 @@ at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_
   }
   if (comm_->size() == 1) {
     // Nothing to agree on with other ranks, so nothing to order.
-    enter({ds_id, std::move(grad_tensor)});
+    enter({ds_id, std::move(grad_tensor), given_, given_for_good_});
     return result;
   }
   std::vector<ArrivedGradient> ready;
@@ -231,16 +232,17 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
   if (comm_->size() == 1) {
     // This rank owns everything: straight into the gradient buffer.
     const bool add = noteAccumulation(param);
-    const at::Tensor& buffer = param.gradMemory();
     if (!grad.defined()) {
       without_gradient_.insert(arrived.id);
       if (!add) {
-        buffer.zero_();
+        param.gradMemory().zero_();
       }
     } else if (add) {
-      buffer.add_(grad.reshape({-1}));
+      param.gradMemory().add_(grad.reshape({-1}));
+    } else if (arrived.for_good && param.adoptGradMemory(grad)) {
+      context_->stats.gradients_in_place.fetch_add(1, std::memory_order_relaxed);
     } else {
-      const CopyPart part{buffer, grad.reshape({-1})};
+      const CopyPart part{param.gradMemory(), grad.reshape({-1})};
       copyParts({&part, 1});
     }
     return;

@@ -58,7 +58,7 @@ class CustomOpExecutor {
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
   // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
-  at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+  at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good = false);
 
   // The backward that is opened next may end without a wait for its reductions; settle has it. The same on all ranks.
   void settleLater(bool later) { settle_later_ = later; }
@@ -192,7 +192,8 @@ class CustomOpExecutor {
   std::size_t entered_ = 0;         // gradients of the expected order that have entered in this backward
   bool backward_open_ = false;
   bool implicit_ = false;
-  bool given_ = false;   // during reduceGivenGrad
+  bool given_ = false;  // during reduceGivenGrad
+  bool given_for_good_ = false;
   bool ending_ = false;  // while endBackward flushes what is left
   std::int64_t autograd_task_ = -1;
   std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward

@@ -42,6 +42,19 @@ const at::Tensor& DSParam::gradMemory() const {
   return flat_grad_buffer_;
 }
 
+bool DSParam::adoptGradMemory(const at::Tensor& gradient) const {
+  const bool fits = gradient.scalar_type() == grad_buffer_.scalar_type() && gradient.is_contiguous() &&
+                    !gradient.is_conj() && !gradient.is_neg() && gradient.storage_offset() == 0 &&
+                    gradient.storage().nbytes() == gradient.nbytes() && gradient.storage().use_count() == 1 &&
+                    gradient.numel() == grad_buffer_.numel();
+  if (!fits || hasGradMemory() || grad_buffer_.storage_offset() != 0) {
+    return false;
+  }
+  grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(gradient.storage());
+  flat_grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(gradient.storage());
+  return true;
+}
+
 void DSParam::letGradMemoryGo() const {
   if (!hasGradMemory() || grad_buffer_.storage_offset() != 0) {
     return;

@@ -31,6 +31,9 @@ class DSParam {
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
   // The same memory with one dimension, to be written: taken anew where it was let go.
   const at::Tensor& gradMemory() const;
+  // The buffer takes the gradient's own memory, which nobody else may use any more. False, and nothing happens, where
+  // that does not fit, where somebody else holds it, or where the buffer has memory of its own.
+  bool adoptGradMemory(const at::Tensor& gradient) const;
   // Until then the buffer takes no memory; a gradient that someone still holds stays as it is.
   void letGradMemoryGo() const;
   bool hasGradMemory() const { return grad_buffer_.defined() && grad_buffer_.storage().nbytes() > 0; }

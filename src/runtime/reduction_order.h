@@ -19,8 +19,9 @@ namespace dc {
 
 struct ArrivedGradient {
   std::int64_t id = 0;
-  at::Tensor grad;    // undefined: this rank has none
-  bool given = true;  // nobody else writes to the gradient's memory any more
+  at::Tensor grad;        // undefined: this rank has none
+  bool given = true;      // nobody else writes to the gradient's memory any more
+  bool for_good = false;  // and nobody else reads it
 };
 
 class ReductionOrder {

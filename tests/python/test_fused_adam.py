@@ -1,4 +1,4 @@
-"""The engine's short way through an update of fused Adam: the same bits as ``optimizer.step()``, and only where it is that."""
+"""The engine's short way through an update of fused Adam: the bits of ``optimizer.step()``, and only where it is that."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def one_rank(rank: int, world: int) -> None:
     again.load_state_dict(model.state_dict())
     assert torch.equal(copy.deepcopy(model)(tokens), again(tokens))
     model.load_state_dict(plain.state_dict(), assign=True)
-    assert list(model.parameters())[0] is optimizer.param_groups[0]["params"][0], "the engine's parameters are kept"
+    assert next(iter(model.parameters())) is optimizer.param_groups[0]["params"][0], "the engine's parameters are kept"
     engine.close()
 
 

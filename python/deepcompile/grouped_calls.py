@@ -1,0 +1,65 @@
+"""Graphs of one rank, with few calls in place of many.
+
+Where one rank runs the operators all the same, a gather is the parameter itself and a reduction hands the gradient over: the
+calls would take the host longer than what they do. So all gathers of a graph are one call at its beginning, and reductions
+go a few at a time, so that gradients that have to be added to others do not wait to the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain
+
+import torch
+from torch import fx
+
+from deepcompile.segments import GATHER, REDUCE
+
+GATHER_ALL = torch.ops.dc.gather_shards.default
+REDUCE_ALL = torch.ops.dc.reduce_shards.default
+
+#: Gradients that one call hands over.
+GRADIENTS_A_CALL = 16
+
+
+def group_calls(module: fx.GraphModule) -> None:
+    _gather_together(module.graph)
+    _reduce_together(module.graph)
+    module.graph.lint()
+    module.recompile()
+
+
+def _gather_together(graph: fx.Graph) -> None:
+    # One that casts makes a copy, which is made where it is used.
+    gathers = [n for n in graph.nodes if n.target is GATHER and n.meta["val"].dtype == n.args[0].meta["val"].dtype]
+    first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+    if len(gathers) < 2 or first is None:
+        return
+    shapes = [list(node.args[2]) for node in gathers]
+    arguments = ([node.args[0] for node in gathers], gathers[0].args[1], list(chain(*shapes)), [len(s) for s in shapes])
+    with graph.inserting_before(first):
+        together = graph.call_function(GATHER_ALL, arguments)
+        together.meta = {**gathers[0].meta, "val": [node.meta["val"] for node in gathers]}
+        for index, node in enumerate(gathers):
+            taken = graph.call_function(operator.getitem, (together, index))
+            taken.meta = dict(node.meta)
+            node.replace_all_uses_with(taken)
+    for node in gathers:
+        graph.erase_node(node)
+
+
+def _reduce_together(graph: fx.Graph) -> None:
+    reductions = [node for node in graph.nodes if node.target is REDUCE and not node.users]
+    for begin in range(0, len(reductions), GRADIENTS_A_CALL):
+        group = reductions[begin : begin + GRADIENTS_A_CALL]
+        given = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
+        with graph.inserting_before(group[-1]):
+            together = graph.call_function(
+                REDUCE_ALL, ([n.args[0] for n in group], [n.args[1] for n in group], group[0].args[2], given)
+            )
+            together.meta = {**group[-1].meta, "val": None}
+        for node in group:
+            graph.erase_node(node)
+
+
+__all__ = ["group_calls"]
