@@ -137,7 +137,11 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         elif op in _GATHERS:
             if not bound.get("keep"):
                 order.leaving.update(outputs)
-            shared = op is not _ops.gather_shard.default or bound.get("keep") or graph.current_node.meta.get("deepcompile_shared")
+            shared = (
+                op is not _ops.gather_shard.default
+                or bound.get("keep")
+                or graph.current_node.meta.get("deepcompile_shared")
+            )
             device = operation.get_device()
             if shared or device is None or device.type == "cpu":
                 # Others may read the same memory; on CPU it may be the shards themselves.
