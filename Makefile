@@ -5,6 +5,7 @@
 #   make test-cuda  the tests on a GPU: those of CUDA alone, and those of the runtime on its tensors
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
+#   make sanitize-cuda  the operators under compute-sanitizer, on a GPU
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
 #   make format     rewrite the sources in the project's style;  make lint checks it
 #   make clean      remove what was built
@@ -22,7 +23,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python
 CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
-.PHONY: all demo test test-all test-cuda test-cpp test-python build bench peers sanitize format lint clean
+.PHONY: all demo test test-all test-cuda sanitize-cuda test-cpp test-python build bench peers sanitize format lint clean
 
 all: build
 
@@ -54,6 +55,9 @@ CUDA_TESTS := $(addprefix tests/python/test_,cuda.py gather_release.py reduction
 test-cuda: build
 	$(PYTHON) -m deepcompile doctor
 	DEEPCOMPILE_TEST_DEVICE=cuda $(PYTHON) -m pytest $(CUDA_TESTS) -q -m "not slow"
+
+sanitize-cuda: build
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/python/cuda_operators.py || exit 1; done
 
 demo: build
 	$(PYTHON) examples/llama.py

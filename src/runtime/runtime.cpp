@@ -346,6 +346,9 @@ void Runtime::startForward() {
   }
   ran_forward_ = true;
   setTimeouts();
+  if (context_->device_order) {
+    pool_->keepIdle(keeps_idle_);
+  }
   if (update_pending_) {
     for (const std::int64_t id : registry_->getIds()) {
       registry_->setValid(id, false);
@@ -393,6 +396,10 @@ void Runtime::startBackward(bool update, bool settle_later) {
     context_->unsettled->setPending(false);
   }
   update_pending_ = update_pending_ || update;
+  if (context_->device_order) {
+    // Gradients come to need the memory. A device's allocator has it again at once; pages of a host would be made anew.
+    pool_->keepIdle(false);
+  }
   for (const auto& [graph_id, executor] : executors_) {
     executor->settleLater(settle_later && !update);
     executor->startBackward(update);
@@ -452,6 +459,11 @@ void Runtime::forgetGraphs() {
 void Runtime::gatherSmallTogether(bool together) {
   const std::lock_guard lock(context_->mutex);
   context_->small_together = together;
+}
+
+void Runtime::keepIdleMemory(bool keep) {
+  keeps_idle_ = keep;
+  pool_->keepIdle(keep);
 }
 
 void Runtime::letGradientsGo() {

@@ -11,6 +11,10 @@
 namespace dc::plan {
 namespace {
 
+// How much more memory than the leanest a plan may need to have fewer collectives, in thousandths: each takes the host
+// its time and, where it runs beside compute, some of what compute runs on, neither of which a simulation knows.
+constexpr int kWorthFewerCollectives = 20;
+
 // The settings that need the least memory.
 Settings leanest(Settings settings) {
   settings.reduce_bucket = 1;
@@ -176,6 +180,15 @@ Plan Auto::plan(const Problem& problem) const {
     Plan plan;
     Nanos step;
     Bytes peak;
+    std::ptrdiff_t collectives;
+  };
+  const auto rated = [&](Plan plan) -> Candidate {
+    const Nanos step = simulate(problem.graph, problem.cost, plan).step;
+    const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
+    const auto collectives = std::ranges::count_if(plan.instructions, [](const Instruction& one) {
+      return one.kind == NodeKind::Gather || one.kind == NodeKind::Reduce;
+    });
+    return {std::move(plan), step, peak, collectives};
   };
   std::vector<Candidate> candidates;
   std::optional<Attempt> own;
@@ -185,10 +198,7 @@ Plan Auto::plan(const Problem& problem) const {
       if (name == "planned") {
         own = searchPlan(problem);
       }
-      Plan plan = name == "planned" ? own->plan : makeStrategy(name)->plan(problem);
-      const Nanos step = simulate(problem.graph, problem.cost, plan).step;
-      const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
-      candidates.push_back({std::move(plan), step, peak});
+      candidates.push_back(rated(name == "planned" ? own->plan : makeStrategy(name)->plan(problem)));
     } catch (const BudgetError& failure) {
       if (!error || failure.least < error->least) {
         error = failure;
@@ -204,14 +214,15 @@ Plan Auto::plan(const Problem& problem) const {
   }
   const Nanos limit = shortest + mulDiv(shortest, kWorthLessMemory, 1000);
   if (own && own->step <= limit) {
-    Plan plan = leaner(problem, *own, limit);
-    const Nanos step = simulate(problem.graph, problem.cost, plan).step;
-    const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
-    candidates.push_back({std::move(plan), step, peak});
+    candidates.push_back(rated(leaner(problem, *own, limit)));
   }
   std::erase_if(candidates, [&](const Candidate& candidate) { return candidate.step > limit; });
-  return std::move(std::min_element(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
-                     return std::pair(a.peak, a.step) < std::pair(b.peak, b.step);
+  const Bytes least = std::ranges::min(candidates, {}, &Candidate::peak).peak;
+  std::erase_if(candidates, [&](const Candidate& candidate) {
+    return candidate.peak > least + mulDiv(least, kWorthFewerCollectives, 1000);
+  });
+  return std::move(std::ranges::min_element(candidates, {}, [](const Candidate& one) {
+                     return std::tuple(one.collectives, one.peak, one.step);
                    })->plan);
 }
 

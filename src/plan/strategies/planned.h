@@ -21,7 +21,7 @@ Attempt searchPlan(const Problem& problem);
 Bytes leastBudget(const Problem& problem);
 
 // Simulates every strategy. Of plans whose steps are nearly as short as the shortest (kWorthLessMemory) it keeps the
-// one that needs the least memory.
+// one that needs the least memory, or nearly so with fewer collectives.
 class Auto : public Strategy {
  public:
   std::string_view name() const override { return "auto"; }
