@@ -91,6 +91,7 @@ def arguments(description: str, device: bool = False) -> argparse.Namespace:
         parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors are")
         parser.add_argument("--ranks", type=int, choices=[1, 2], help="on cuda: only with so many ranks")
         parser.add_argument("--batch", choices=("small", "large"), help="on cuda: only this batch")
+        parser.add_argument("--without", default="", metavar="WORD", help="on cuda: not the systems that are called so")
     return parser.parse_args()
 
 

@@ -176,6 +176,10 @@ class System:
                 process.kill()
 
 
+def without(names: dict[str, int], word: str) -> dict[str, int]:
+    return {name: count for name, count in names.items() if not word or word not in name}
+
+
 def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layers: int, turns: int) -> dict[str, float]:
     """Median milliseconds of a step by system; what is not there could not run, and says why."""
     world = max(names.values())
@@ -233,14 +237,18 @@ def main(options: argparse.Namespace) -> int:
             report.bar(f"{text}: not measured", False)
 
     for shape in shapes if options.ranks != 2 else []:
-        medians = compare(report, ONE_RANK, shape, layers, turns if shape == large else 2 * turns)
+        medians = compare(
+            report, without(ONE_RANK, options.without), shape, layers, turns if shape == large else 2 * turns
+        )
         where = f"one rank, batch {shape[0]} x {shape[1]}"
         bar(f"{where}: within 1.05x of plain", medians, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
         bar(f"{where}: gathering, within 1.15x", medians, "deepcompile ZeRO-3, gathers", 1 / 1.15, "plain compiled")
         factor = 2.5 if shape == small else 1.05
         bar(f"{where}: {factor}x faster than FSDP2", medians, "deepcompile ZeRO-3", factor, "FSDP2 compiled")
     for shape in shapes if options.ranks != 1 else []:
-        medians = compare(report, TWO_RANKS, shape, layers, turns if shape == large else 2 * turns)
+        medians = compare(
+            report, without(TWO_RANKS, options.without), shape, layers, turns if shape == large else 2 * turns
+        )
         where = f"two ranks, batch {shape[0]} x {shape[1]}"
         if shape == small:
             bar(f"{where}: 1.4x faster than FSDP2", medians, "deepcompile ZeRO-3", 1.4, "FSDP2 compiled")

@@ -64,6 +64,7 @@ class NcclCommunicator final : public Communicator {
   bool gathersInPlace() const override { return true; }
   bool averageDividesFirst() const override { return true; }
   bool takesSeparateTensors() const override { return true; }  // grouped calls are one launch
+  bool travelsAsItLies(const at::Tensor&) const override { return true; }
 
   std::optional<std::string> brokenBy() override {
     const std::lock_guard lock(mutex_);
