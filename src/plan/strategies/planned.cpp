@@ -175,22 +175,37 @@ Attempt searchPlan(const Problem& problem) {
   return *search.best();
 }
 
+std::size_t bestOf(const std::vector<Rating>& ratings) {
+  const Nanos shortest = std::ranges::min(ratings, {}, &Rating::step).step;
+  const Nanos limit = shortest + mulDiv(shortest, kWorthLessMemory, 1000);
+  std::optional<Bytes> least;
+  for (const Rating& one : ratings) {
+    if (one.step <= limit) {
+      least = std::min(least.value_or(one.peak), one.peak);
+    }
+  }
+  const Bytes most = *least + mulDiv(*least, kWorthFewerCollectives, 1000);
+  std::optional<std::size_t> best;
+  const auto key = [](const Rating& one) { return std::tuple(one.collectives, one.peak, one.step); };
+  for (std::size_t i = 0; i < ratings.size(); ++i) {
+    if (ratings[i].step <= limit && ratings[i].peak <= most && (!best || key(ratings[i]) < key(ratings[*best]))) {
+      best = i;
+    }
+  }
+  return *best;
+}
+
 Plan Auto::plan(const Problem& problem) const {
-  struct Candidate {
-    Plan plan;
-    Nanos step;
-    Bytes peak;
-    std::ptrdiff_t collectives;
-  };
-  const auto rated = [&](Plan plan) -> Candidate {
-    const Nanos step = simulate(problem.graph, problem.cost, plan).step;
-    const Bytes peak = memoryProfile(problem.graph, problem.usage, plan).peak;
+  std::vector<Plan> plans;
+  std::vector<Rating> ratings;
+  const auto add = [&](Plan plan) {
     const auto collectives = std::ranges::count_if(plan.instructions, [](const Instruction& one) {
       return one.kind == NodeKind::Gather || one.kind == NodeKind::Reduce;
     });
-    return {std::move(plan), step, peak, collectives};
+    ratings.push_back({simulate(problem.graph, problem.cost, plan).step,
+                       memoryProfile(problem.graph, problem.usage, plan).peak, collectives});
+    plans.push_back(std::move(plan));
   };
-  std::vector<Candidate> candidates;
   std::optional<Attempt> own;
   std::optional<BudgetError> error;
   for (const std::string_view name : {"planned", "published", "per_block", "on_demand"}) {
@@ -198,32 +213,22 @@ Plan Auto::plan(const Problem& problem) const {
       if (name == "planned") {
         own = searchPlan(problem);
       }
-      candidates.push_back(rated(name == "planned" ? own->plan : makeStrategy(name)->plan(problem)));
+      add(name == "planned" ? own->plan : makeStrategy(name)->plan(problem));
     } catch (const BudgetError& failure) {
       if (!error || failure.least < error->least) {
         error = failure;
       }
     }
   }
-  if (candidates.empty()) {
+  if (plans.empty()) {
     throw *error;
   }
-  Nanos shortest = candidates[0].step;
-  for (const Candidate& candidate : candidates) {
-    shortest = std::min(shortest, candidate.step);
-  }
+  const Nanos shortest = std::ranges::min(ratings, {}, &Rating::step).step;
   const Nanos limit = shortest + mulDiv(shortest, kWorthLessMemory, 1000);
   if (own && own->step <= limit) {
-    candidates.push_back(rated(leaner(problem, *own, limit)));
+    add(leaner(problem, *own, limit));
   }
-  std::erase_if(candidates, [&](const Candidate& candidate) { return candidate.step > limit; });
-  const Bytes least = std::ranges::min(candidates, {}, &Candidate::peak).peak;
-  std::erase_if(candidates, [&](const Candidate& candidate) {
-    return candidate.peak > least + mulDiv(least, kWorthFewerCollectives, 1000);
-  });
-  return std::move(std::ranges::min_element(candidates, {}, [](const Candidate& one) {
-                     return std::tuple(one.collectives, one.peak, one.step);
-                   })->plan);
+  return std::move(plans[bestOf(ratings)]);
 }
 
 }  // namespace dc::plan

@@ -2,6 +2,9 @@
 // budget at every point. docs/planner.md describes it.
 #pragma once
 
+#include <cstddef>
+#include <vector>
+
 #include "deepcompile/plan/strategies/schedule_search.h"
 #include "deepcompile/plan/strategy.h"
 
@@ -19,6 +22,17 @@ Attempt searchPlan(const Problem& problem);
 
 // The least budget for which `planned` finds a plan.
 Bytes leastBudget(const Problem& problem);
+
+// What a plan is chosen by.
+struct Rating {
+  Nanos step = 0;
+  Bytes peak = 0;
+  std::ptrdiff_t collectives = 0;
+};
+
+// Of plans whose steps are nearly as short as the shortest the one with the least memory, or nearly so with fewer
+// collectives. At least one.
+std::size_t bestOf(const std::vector<Rating>& ratings);
 
 // Simulates every strategy. Of plans whose steps are nearly as short as the shortest (kWorthLessMemory) it keeps the
 // one that needs the least memory, or nearly so with fewer collectives.

@@ -1,0 +1,93 @@
+"""One rank that gathers all the same: few calls in place of many, the numbers of unsharded training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+import deepcompile
+from deepcompile.grouped_calls import GATHER_ALL, GRADIENTS_A_CALL, REDUCE_ALL, group_calls
+from deepcompile.segments import GATHER, REDUCE
+from harness import run_ranks
+from test_shards_in_place import LAYERS, MODES, Model, train, unsharded
+
+PARAMETERS = 2 * LAYERS
+
+
+def graph_with(gathers: int, cast: int) -> fx.GraphModule:
+    """Gathers of as many parameters, each read by a sum and reduced; the one numbered ``cast`` is read in 16 bits."""
+    graph = fx.Graph()
+    shards = [graph.placeholder(f"primals_{number}") for number in range(gathers)]
+    for number, shard in enumerate(shards):
+        shard.meta["val"] = torch.empty(6, device="meta")
+        dtype = torch.bfloat16 if number == cast else torch.float32
+        gathered = graph.call_function(GATHER, (shard, 0, [2, 3], dtype))
+        gathered.meta["val"] = torch.empty(2, 3, dtype=dtype, device="meta")
+        gradient = graph.call_function(torch.ops.aten.mul.Tensor, (gathered, 2))
+        gradient.meta["val"] = gathered.meta["val"]
+        graph.call_function(REDUCE, (gradient, shard, 0, number % 2 == 0)).meta["val"] = torch.empty(0, device="meta")
+    graph.output(())
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_a_graph_has_one_call_for_its_gathers_and_one_for_every_sixteen_gradients() -> None:
+    module = graph_with(GRADIENTS_A_CALL + 4, cast=3)
+    group_calls(module)
+    nodes = list(module.graph.nodes)
+    (together,) = [node for node in nodes if node.target is GATHER_ALL]
+    (alone,) = [node for node in nodes if node.target is GATHER]
+    assert alone.args[3] == torch.bfloat16, "what casts makes a copy, where it is used"
+    shards, graph_id, shapes, dims = together.args
+    assert (len(shards), graph_id, shapes, dims) == (19, 0, [2, 3] * 19, [2] * 19)
+    assert not [node for node in nodes if node.target is REDUCE]
+    first, second = (node for node in nodes if node.target is REDUCE_ALL)
+    assert [len(arguments) for arguments in first.args[:2]] == [16, 16] and first.args[3] == [1, 0] * 8
+    assert [len(arguments) for arguments in second.args[:2]] == [4, 4]
+    order = {node: place for place, node in enumerate(nodes)}
+    assert all(order[gradient] < order[first] for gradient in first.args[0])
+    assert order[first] < order[second.args[0][1]], "the first sixteen do not wait for the rest"
+
+
+def few_calls(rank: int, world: int, accumulation: int, budget: str | None) -> tuple[list[float], dict[str, int]]:
+    model = Model()
+    config = {
+        "zero_optimization": {"stage": 3, "gather_at_one_rank": True},
+        "compile": MODES["inductor"],
+        "gradient_accumulation_steps": accumulation,
+        "memory_budget": budget,
+    }
+    engine = deepcompile.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), config)
+    losses = train(engine, rank, range(6))
+    assert "one rank reads its parameters where they lie" in str(engine.explain())
+    engine.module.eval()
+    with torch.no_grad():  # outside of a step a gather is a copy, made where it is used
+        engine(torch.zeros(3, 64))
+    return losses, engine.stats()
+
+
+@pytest.mark.parametrize("budget", [None, "least"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_rank_trains_as_unsharded_and_gradients_become_the_buffers_where_those_were_let_go(
+    accumulation: int, budget: str | None
+) -> None:
+    [(losses, stats)] = run_ranks(1, few_calls, accumulation, budget)
+    assert losses == pytest.approx(unsharded(1, 6, accumulation)[0], rel=1e-5)
+    assert stats["gradients_reduced"] == 6 * accumulation * PARAMETERS
+    # Of each weight in every update but the first, whose buffers were there from the start; biases' may be views.
+    adopted = stats["gradients_in_place"]
+    assert adopted >= 5 * LAYERS if budget == "least" else adopted == 0
+
+
+def refuses(rank: int, world: int) -> None:
+    shards = [torch.zeros(6), torch.zeros(6)]
+    with pytest.raises(RuntimeError, match="2 shards and 1 shapes"):
+        torch.ops.dc.gather_shards([s.to("meta") for s in shards], 0, [2, 3], [2])
+    with pytest.raises(RuntimeError, match="fewer sizes than they should"):
+        torch.ops.dc.gather_shards([s.to("meta") for s in shards], 0, [2, 3], [2, 2])
+    with pytest.raises(RuntimeError, match="2 gradients for 1 shards and 2 flags"):
+        torch.ops.dc.reduce_shards(shards, shards[:1], 0, [1, 1])
+
+
+def test_lists_that_do_not_fit_together_are_refused() -> None:
+    run_ranks(1, refuses)
