@@ -74,12 +74,15 @@ class _Unit:
         self._module, self._inputs = module, example_inputs
         self._names: dict[int, str] = {}  # parameters by the position of their input
         self._sharding = None
-        for sharding in open_shardings():
+        self._shardings: list[Any] = []  # more than one where a model reads another's parameters
+        for sharding in sorted(open_shardings(), key=lambda sharding: sharding.graph_id):
             members = sharding.by_parameter()
             for index, value in enumerate(example_inputs):
                 if isinstance(value, torch.nn.Parameter) and value in members:
                     self._names[index] = members[value].name
                     self._sharding = sharding
+                    if sharding not in self._shardings:
+                        self._shardings.append(sharding)
         self._step: Any = None
 
     @property
@@ -95,7 +98,7 @@ class _Unit:
     @property
     def _runs_alone(self) -> bool:
         """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and self._sharding is not None and self._sharding.reads_what_it_has
+        return self._step is not None and all(sharding.reads_what_it_has for sharding in self._shardings)
 
     @property
     def backend(self) -> str:
@@ -107,7 +110,7 @@ class _Unit:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        if self._sharding is None or self._sharding.whole:  # nothing to plan
+        if all(sharding.whole for sharding in self._shardings):  # nothing to plan
             return compile_fx(self._module, list(self._inputs))
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):

@@ -47,14 +47,27 @@ def step(optimizer: Any) -> None:
                 found_inf=found_inf,
             )
         _shard_aware_torch.after_update(optimizer)
+    optimizer._opt_called = True  # what schedulers ask
+
+
+def _inside_of_hooks(step: Any) -> Any:
+    """PyTorch puts a function that calls hooks around a class's step when the first of its objects is made."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+_STEPS = {kind: _inside_of_hooks(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
 
 
 def _is_plain(optimizer: Any) -> bool:
     """True where nobody else looks at the step, and all of it is one kernel's work."""
-    replaced = optimizer.__dict__.get("step")  # a scheduler's only notes the call
+    kind = type(optimizer)
+    replaced = optimizer.__dict__.get("step")
+    # A scheduler's only notes the call.
+    noted = getattr(replaced, "_wrapped_by_lr_sched", False) and replaced.__wrapped__ is kind.step
     return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
+        kind in _STEPS
+        and _inside_of_hooks(kind.step) is _STEPS[kind]
+        and (replaced is None or noted)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and _shard_aware_torch.are_the_only_hooks()
@@ -66,6 +79,7 @@ def _batches(optimizer: Any) -> list[tuple[dict[str, Any], list[Any], list[dict[
     for the first update of a parameter.
     """
     found = []
+    devices: set[torch.device] = set()
     state = optimizer.state
     for group in optimizer.param_groups:
         numbers = (group["lr"], *group["betas"])
@@ -77,6 +91,7 @@ def _batches(optimizer: Any) -> list[tuple[dict[str, Any], list[Any], list[dict[
         for param in group["params"]:
             if param.grad is not None:
                 by_kind.setdefault((param.dtype, param.device), []).append(param)
+        devices.update(device for _, device in by_kind)
         for params in by_kind.values():
             states = [state.get(param) for param in params]
             if not all(states):
@@ -84,7 +99,7 @@ def _batches(optimizer: Any) -> list[tuple[dict[str, Any], list[Any], list[dict[
             if any(param.grad.is_sparse or param.grad.dtype != param.dtype for param in params):
                 return None
             found.append((group, params, states))
-    return found
+    return found if len(devices) <= 1 else None  # the loss scale is on one of them
 
 
 __all__ = ["step"]

@@ -215,6 +215,10 @@ class _Slicer:
             if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:
                 own = self._sharding.slice_of(sharded, value.detach())
                 state_dict[prefix + attribute] = own.view(sharded.param.shape)
+            elif isinstance(value, torch.Tensor) and self._sharding.whole and value.shape == (sharded.numel,):
+                state_dict[prefix + attribute] = value.detach().view(
+                    sharded.full_shape
+                )  # as a rank that gathers has it
 
     def __deepcopy__(self, memo: Any) -> _Slicer:
         return self

@@ -51,11 +51,11 @@ class _Flat:
         self._mesh = DeviceMesh.from_group(sharding.group, "cpu")
 
     def of(self, sharded: ShardedParam, shard: torch.Tensor) -> DTensor:
-        """The shard's elements without padding, in place."""
+        """The shard's elements without padding, in place; of one that the user has laid out in another way, a copy."""
         size = shard.numel()
         valid = max(0, min(size, sharded.numel - self._rank * size))
         return DTensor.from_local(
-            shard.detach().view(-1)[:valid],
+            shard.detach().reshape(-1)[:valid],
             self._mesh,
             [Shard(0)],
             run_check=False,
@@ -87,7 +87,8 @@ def save_checkpoint(
     states: dict[str, dict[str, Any]] = {}
     for sharded in sharding.params:
         for slot, value in _optimizer_state(engine, sharded).items():
-            if isinstance(value, torch.Tensor) and value.shape == sharded.param.shape:
+            # The number of steps is a number, also of a parameter that is one.
+            if isinstance(value, torch.Tensor) and value.shape == sharded.param.shape and slot != "step":
                 tensors[f"optimizer/{sharded.name}/{slot}"] = flat.of(sharded, value)
             else:
                 states.setdefault(sharded.name, {})[slot] = value
@@ -210,6 +211,9 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     flat = _Flat(sharding)
     metadata = _tensors_in(path)
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
+    copied: dict[str, torch.Tensor] = {
+        f"model/{s.name}": s.param for s in sharding.params if not s.param.is_contiguous()
+    }
     tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
     if engine.optimizer is not None:
         for sharded in sharding.params:
@@ -220,10 +224,14 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
                 value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
                 state[key.removeprefix(prefix)] = value
                 tensors[key] = flat.of(sharded, value)
+                if not value.is_contiguous():
+                    copied[key] = value
             state.update(facts["optimizer"]["states"].get(sharded.name, {}))
     sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
+        for tensor, laid_out in copied.items():
+            laid_out.copy_(tensors[tensor].to_local().view(laid_out.shape))
         for sharded in sharding.params:
             sharded.param.add_(0)  # a new version: what was gathered is out of date
     sharding.runtime.clear_all_gathered_params()

@@ -88,10 +88,10 @@ def _write_back(sharding: Sharding, sharded: ShardedParam, whole: torch.Tensor, 
     parts = None
     if sharding.rank == source:
         parts = [_part(whole, rank, sharding.world) for rank in range(sharding.world)]
-    own = torch.empty_like(sharded.flat)
+    own = torch.empty(sharded.param.numel(), dtype=sharded.param.dtype, device=sharded.param.device)
     dist.scatter(own, parts, src=dist.get_global_rank(sharding.group, source), group=sharding.group)
     with torch.no_grad():
-        sharded.param.view(-1).copy_(own)  # a new version: what is gathered is out of date
+        sharded.param.copy_(own.view(sharded.param.shape))  # a new version: what is gathered is out of date
 
 
 def _part(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:

@@ -8,7 +8,9 @@ go a few at a time, so that gradients that have to be added to others do not wai
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,13 +31,25 @@ def group_calls(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _by_graph(nodes: list[fx.Node], argument: int) -> Iterable[list[fx.Node]]:
+    """Those of one engine together: a graph may read the parameters of several."""
+    found: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        found.setdefault(node.args[argument], []).append(node)
+    return found.values()
+
+
 def _gather_together(graph: fx.Graph) -> None:
     # One that casts makes a copy, which is made where it is used.
-    gathers = [n for n in graph.nodes if n.target is GATHER and n.meta["val"].dtype == n.args[0].meta["val"].dtype]
-    first = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
-    if len(gathers) < 2 or first is None:
-        return
-    shapes = [list(node.args[2]) for node in gathers]
+    same = [n for n in graph.nodes if n.target is GATHER and n.meta["val"].dtype == n.args[0].meta["val"].dtype]
+    for gathers in _by_graph(same, 1):
+        if len(gathers) > 1:
+            _gather_at_the_beginning(graph, gathers)
+
+
+def _gather_at_the_beginning(graph: fx.Graph, gathers: list[fx.Node]) -> None:
+    first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and n not in gathers)
+    shapes: list[Any] = [node.args[2] for node in gathers]
     arguments = ([node.args[0] for node in gathers], gathers[0].args[1], list(chain(*shapes)), [len(s) for s in shapes])
     with graph.inserting_before(first):
         together = graph.call_function(GATHER_ALL, arguments)
@@ -49,9 +63,13 @@ def _gather_together(graph: fx.Graph) -> None:
 
 
 def _reduce_together(graph: fx.Graph) -> None:
-    reductions = [node for node in graph.nodes if node.target is REDUCE and not node.users]
-    for begin in range(0, len(reductions), GRADIENTS_A_CALL):
-        group = reductions[begin : begin + GRADIENTS_A_CALL]
+    every = [node for node in graph.nodes if node.target is REDUCE and not node.users]
+    groups = (
+        one[begin : begin + GRADIENTS_A_CALL]
+        for one in _by_graph(every, 2)
+        for begin in range(0, len(one), GRADIENTS_A_CALL)
+    )
+    for group in groups:
         given = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
         with graph.inserting_before(group[-1]):
             together = graph.call_function(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pathlib
+import types
 from typing import Any
 
 import pytest
@@ -89,7 +92,36 @@ def test_updates_are_bitwise_those_of_the_optimizers_own_step(kind: str, monkeyp
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("watcher", ["own hook", "hook of all optimizers", "replaced step", "amsgrad", "foreach"])
+def replaces_the_step(optimizer: Any, watcher: str, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = optimizer.step
+
+    def noting(self: Any) -> Any:
+        seen.append(1)
+        return type(self).step(self)
+
+    if watcher == "replaced step":
+        monkeypatch.setattr(optimizer, "step", lambda: (seen.append(1), inner()))
+    elif watcher == "replaced step under a scheduler":
+        optimizer.step = types.MethodType(noting, optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    elif watcher == "wrapper around a scheduler's":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        scheduled = optimizer.step
+        optimizer.step = functools.wraps(scheduled)(lambda: (seen.append(1), scheduled()))
+    else:
+        own = type(optimizer).step
+        monkeypatch.setattr(type(optimizer), "step", functools.wraps(own)(lambda self: (seen.append(1), own(self))))
+
+
+REPLACED = [
+    "replaced step",
+    "replaced step under a scheduler",
+    "wrapper around a scheduler's",
+    "replaced step of the class",
+]
+
+
+@pytest.mark.parametrize("watcher", ["own hook", "hook of all optimizers", *REPLACED, "amsgrad", "foreach"])
 def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = parameters()[3:]
     more: dict[str, Any] = {"amsgrad": True, "fused": True} if watcher == "amsgrad" else {"fused": watcher != "foreach"}
@@ -103,9 +135,8 @@ def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monke
         optimizer.register_step_post_hook(lambda *_: seen.append(1))
     elif watcher == "hook of all optimizers":
         handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
-    elif watcher == "replaced step":
-        inner = optimizer.step
-        monkeypatch.setattr(optimizer, "step", lambda: (seen.append(1), inner()))
+    elif watcher in REPLACED:
+        replaces_the_step(optimizer, watcher, seen, monkeypatch)
     _fused_adam.step(optimizer)
     if handle is not None:
         handle.remove()
@@ -113,19 +144,19 @@ def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monke
     assert seen == ([] if watcher in ("amsgrad", "foreach") else [1])
 
 
-def one_rank(rank: int, world: int) -> None:
-    """Beside an engine, so that nothing of it can touch the other."""
+def one_rank(rank: int, world: int, compiled: bool) -> None:
     torch.manual_seed(0)
     model = Llama()
     plain = copy.deepcopy(model)
-    types, shapes = [type(m) for m in model.modules()], [p.shape for p in model.parameters()]
+    kinds, shapes = [type(m) for m in model.modules()], [p.shape for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    engine = deepcompile.initialize(model, optimizer, {"timeout": 20, "compile": False})
-    assert [type(m) for m in model.modules()] == types and [p.shape for p in model.parameters()] == shapes
+    engine = deepcompile.initialize(model, optimizer, {"timeout": 20, "compile": compiled})
+    forward = torch.compile(plain) if compiled else plain
+    assert [type(m) for m in model.modules()] == kinds and [p.shape for p in model.parameters()] == shapes
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     for step in range(4):
         tokens = Llama.batch(torch.Generator().manual_seed(step))
-        loss, expected = engine(tokens), plain(tokens)
+        loss, expected = engine(tokens), forward(tokens)
         assert torch.equal(loss, expected)
         engine.backward(loss)
         expected.backward()
@@ -137,10 +168,58 @@ def one_rank(rank: int, world: int) -> None:
     again = Llama()
     again.load_state_dict(model.state_dict())
     assert torch.equal(copy.deepcopy(model)(tokens), again(tokens))
-    model.load_state_dict(plain.state_dict(), assign=True)
+    model.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()}, assign=True)
+    assert torch.equal(model.state_dict()["norm.weight"], plain.state_dict()["norm.weight"] + 1)
+    model.load_state_dict({name: value.reshape(-1) for name, value in plain.state_dict().items()})
+    assert torch.equal(next(iter(model.parameters())), next(iter(plain.parameters()))), "as a rank that gathers has it"
     assert next(iter(model.parameters())) is optimizer.param_groups[0]["params"][0], "the engine's parameters are kept"
     engine.close()
 
 
-def test_one_rank_trains_the_model_as_it_is_bit_for_bit_as_plain_pytorch() -> None:
-    run_ranks(1, one_rank)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_rank_trains_the_model_as_it_is_bit_for_bit_as_plain_pytorch(compiled: bool) -> None:
+    run_ranks(1, one_rank, compiled)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.convolution = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * self.convolution(x)).square().mean()
+
+
+def saves_and_loads(rank: int, world: int, folder: str) -> list[float]:
+    torch.manual_seed(0)
+    model = Scaled()
+    engine = deepcompile.initialize(
+        model, torch.optim.Adam(model.parameters(), lr=0.1), {"timeout": 20, "compile": False}
+    )
+    model.to(memory_format=torch.channels_last)
+    if world == 2:
+        engine.load_checkpoint(folder)
+    losses = []
+    for step in range(4):
+        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        losses.append(engine(x))
+        engine.backward(losses[-1])
+        engine.step()
+        if world == 1 and step == 1:
+            engine.save_checkpoint(folder)
+    if world == 1:  # back to where it was saved, and the same from there
+        engine.load_checkpoint(folder)
+        with torch.no_grad():
+            for step in (2, 0):
+                losses.append(engine(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))))
+    counts = {state["step"].shape for state in engine.optimizer.state.values()}
+    assert counts == {torch.Size([])}, "a number, also of a parameter that is one"
+    return [loss.item() for loss in losses]
+
+
+def test_one_rank_saves_parameters_of_any_layout_and_no_dimensions(tmp_path: pathlib.Path) -> None:
+    [losses] = run_ranks(1, saves_and_loads, str(tmp_path))
+    assert losses[4] == pytest.approx(losses[2], rel=1e-6)
+    two, _ = run_ranks(2, saves_and_loads, str(tmp_path))
+    assert two[0] == pytest.approx(losses[5], rel=1e-6) and losses[5] != pytest.approx(losses[0], rel=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import fx
@@ -47,6 +49,66 @@ def test_a_graph_has_one_call_for_its_gathers_and_one_for_every_sixteen_gradient
     order = {node: place for place, node in enumerate(nodes)}
     assert all(order[gradient] < order[first] for gradient in first.args[0])
     assert order[first] < order[second.args[0][1]], "the first sixteen do not wait for the rest"
+
+
+def test_parameters_of_two_engines_in_one_graph_are_called_for_apart() -> None:
+    module = graph_with(8, cast=-1)
+    for number, node in enumerate(module.graph.nodes):
+        if node.target in (GATHER, REDUCE):
+            place = 1 if node.target is GATHER else 2
+            node.args = (*node.args[:place], number % 2, *node.args[place + 1 :])
+    wanted = {GATHER: [], REDUCE: []}
+    for node in module.graph.nodes:
+        if node.target in wanted:
+            wanted[node.target].append(
+                (node.args[0 if node.target is GATHER else 1], node.args[1 if node.target is GATHER else 2])
+            )
+    group_calls(module)
+    found = {GATHER: [], REDUCE: []}
+    for node in module.graph.nodes:
+        if node.target is GATHER_ALL:
+            found[GATHER] += [(shard, node.args[1]) for shard in node.args[0]]
+        elif node.target is REDUCE_ALL:
+            found[REDUCE] += [(shard, node.args[2]) for shard in node.args[1]]
+    assert all(set(found[kind]) == set(wanted[kind]) and len(wanted[kind]) == 8 for kind in wanted)
+    assert len({graph_id for _, graph_id in found[GATHER]}) == 2
+
+
+def teacher_and_student(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    config = {"zero_optimization": {"stage": 3, "gather_at_one_rank": True}, "compile": MODES["compile"]}
+    teacher, student = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    plain = copy.deepcopy((teacher, student))
+
+    class Distilled(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.others: list[torch.nn.Module] = []  # not one of its own modules
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                wanted = self.others[0](x)
+            return (self.model(x) - wanted).square().mean()
+
+    model, reference = Distilled(student), Distilled(plain[1])
+    deepcompile.initialize(teacher, torch.optim.SGD(teacher.parameters(), lr=0.1), config)
+    model.others, reference.others = [teacher], [plain[0]]
+    engine = deepcompile.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    optimizer = torch.optim.SGD(plain[1].parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss, expected = engine(x), reference(x)
+        assert torch.allclose(loss, expected, rtol=1e-5)
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_that_reads_another_engines_parameters_trains_on_one_rank() -> None:
+    run_ranks(1, teacher_and_student)
 
 
 def few_calls(rank: int, world: int, accumulation: int, budget: str | None) -> tuple[list[float], dict[str, int]]:

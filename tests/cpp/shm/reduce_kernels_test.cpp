@@ -439,7 +439,6 @@ TEST(ReduceKernelsOfHalves, KeepEveryNumberThatIsTheOnlyInput) {
   }
 }
 
-// All bits but the sign in steps that pass every exponent and every way to round.
 // Blocks of ordinary numbers, where the processor's own conversion is used, and blocks with one that it gets wrong.
 TEST(ReduceKernelsOfHalves, AreTheSameBitsWhetherTheProcessorConvertsOrWeDo) {
   if (!convertsToBFloat16()) {
@@ -478,6 +477,7 @@ TEST(ReduceKernelsOfHalves, AreTheSameBitsWhetherTheProcessorConvertsOrWeDo) {
   }
 }
 
+// All bits but the sign in steps that pass every exponent and every way to round.
 TEST(ReduceKernelsOfHalves, RoundFloat32ToNearestEvenOverTheWholeRange) {
   std::vector<std::uint16_t> first, second;
   for (std::uint32_t i = 0; i < 65536; ++i) {
