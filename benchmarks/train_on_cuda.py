@@ -8,6 +8,7 @@ steps, and what counts is the median over all turns.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -135,7 +136,8 @@ def _pin(rank: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[rank * CORES_A_RANK : (rank + 1) * CORES_A_RANK]
     for thread in os.listdir("/proc/self/task") if mine else ():
-        os.sched_setaffinity(int(thread), mine)
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(thread), mine)
 
 
 class System:
@@ -174,10 +176,6 @@ class System:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
-
-
-def without(names: dict[str, int], word: str) -> dict[str, int]:
-    return {name: count for name, count in names.items() if not word or word not in name}
 
 
 def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layers: int, turns: int) -> dict[str, float]:
@@ -230,6 +228,10 @@ def main(options: argparse.Namespace) -> int:
     small, large = (1, 512), (4, 2048)
     shapes = {"small": [small], "large": [large], None: [small, large]}[options.batch]
 
+    def measured(names: dict[str, int], shape: tuple[int, int]) -> dict[str, float]:
+        wanted = {name: count for name, count in names.items() if not options.without or options.without not in name}
+        return compare(report, wanted, shape, layers, turns if shape == large else 2 * turns)
+
     def bar(text: str, medians: dict[str, float], ours: str, factor: float, peer: str) -> None:
         if ours in medians and peer in medians:
             report.bar(text, medians[ours] * factor <= medians[peer])
@@ -237,18 +239,14 @@ def main(options: argparse.Namespace) -> int:
             report.bar(f"{text}: not measured", False)
 
     for shape in shapes if options.ranks != 2 else []:
-        medians = compare(
-            report, without(ONE_RANK, options.without), shape, layers, turns if shape == large else 2 * turns
-        )
+        medians = measured(ONE_RANK, shape)
         where = f"one rank, batch {shape[0]} x {shape[1]}"
         bar(f"{where}: within 1.05x of plain", medians, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
         bar(f"{where}: gathering, within 1.15x", medians, "deepcompile ZeRO-3, gathers", 1 / 1.15, "plain compiled")
         factor = 2.5 if shape == small else 1.05
         bar(f"{where}: {factor}x faster than FSDP2", medians, "deepcompile ZeRO-3", factor, "FSDP2 compiled")
     for shape in shapes if options.ranks != 1 else []:
-        medians = compare(
-            report, without(TWO_RANKS, options.without), shape, layers, turns if shape == large else 2 * turns
-        )
+        medians = measured(TWO_RANKS, shape)
         where = f"two ranks, batch {shape[0]} x {shape[1]}"
         if shape == small:
             bar(f"{where}: 1.4x faster than FSDP2", medians, "deepcompile ZeRO-3", 1.4, "FSDP2 compiled")
