@@ -23,6 +23,7 @@ from report import Report
 LAYERS, SIZE, HEADS, VOCABULARY = 16, 2048, 16, 32000
 TOKENS_PER_TURN = 8192
 CORES_A_RANK = 4
+WARM_STEPS = 12
 
 ONE_RANK = {
     "deepcompile ZeRO-3": 1,
@@ -34,11 +35,12 @@ TWO_RANKS = {
     "deepcompile ZeRO-3": 2,
     "deepcompile ZeRO-3, lean": 2,  # within the least budget
     "FSDP2 compiled": 2,
+    "DeepSpeed DeepCompile": 2,  # where it is installed (requirements-peers.txt)
     "plain compiled": 2,  # two processes that share nothing
 }
 
 
-def build(name: str, model: Any, world: int) -> Any:
+def build(name: str, model: Any, world: int, micro_batch: int) -> Any:
     """A function that trains one step on a batch, and one that tells more."""
     import torch
 
@@ -61,6 +63,9 @@ def build(name: str, model: Any, world: int) -> Any:
             return loss
 
         return train, lambda: engine.explain().rows
+
+    if name.startswith("DeepSpeed"):
+        return _deepspeed(model, adamw(), micro_batch), lambda: []
 
     if name.startswith("FSDP2"):
         from torch.distributed.device_mesh import init_device_mesh
@@ -86,6 +91,29 @@ def build(name: str, model: Any, world: int) -> Any:
     return step, lambda: []
 
 
+def _deepspeed(model: Any, optimizer: Any, micro_batch: int) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "zero_optimization": {"stage": 3},
+        "compile": {"deepcompile": True},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    engine.compile()
+
+    def train(batch: Any) -> Any:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return train
+
+
 def serve(name: str, rank: int, world: int, shape: tuple[int, int], layers: int, folder: str, pipe: Any) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache-{''.join(c for c in name if c.isalnum())}"
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
@@ -97,17 +125,18 @@ def serve(name: str, rank: int, world: int, shape: tuple[int, int], layers: int,
     if not name.startswith("plain"):
         store = dist.FileStore(f"{folder}/{name}", world)
         limit = datetime.timedelta(seconds=300)
-        backend = "cpu:gloo,cuda:nccl" if name.startswith("FSDP2") else "gloo"
+        backend = "gloo" if name.startswith("deepcompile") else "cpu:gloo,cuda:nccl"
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))  # DeepSpeed asks for them
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Llama(layers, SIZE, HEADS, VOCABULARY, shape[1]).bfloat16()
     batch = torch.randint(0, VOCABULARY, (shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(rank)).cuda()
-    train, more = build(name, model, world)
+    train, more = build(name, model, world, shape[0])
     started = time.perf_counter()
     loss = train(batch).item()
     first = time.perf_counter() - started
-    for _ in range(8):  # plans are made from measurements in these
+    for _ in range(WARM_STEPS):  # plans are made from measurements in these
         loss = train(batch).item()
     warm = time.perf_counter() - started
     torch.cuda.reset_peak_memory_stats()
@@ -195,7 +224,7 @@ def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layer
                 continue
             firsts[name] = max(first for first, _, _ in answers)
             warm, loss = max(warm for _, warm, _ in answers), answers[0][2]
-            print(f"{name:<28} first step {firsts[name]:6.1f} s, nine steps {warm:6.1f} s, loss {loss:.4f}", flush=True)
+            print(f"{name:<28} first step {firsts[name]:6.1f} s, all {WARM_STEPS + 1} steps {warm:6.1f} s, loss {loss:.4f}", flush=True)
         for turn in range(turns):
             for system in systems.values():
                 taken = max(system.ask("turn"))
@@ -229,7 +258,8 @@ def main(options: argparse.Namespace) -> int:
     shapes = {"small": [small], "large": [large], None: [small, large]}[options.batch]
 
     def measured(names: dict[str, int], shape: tuple[int, int]) -> dict[str, float]:
-        wanted = {name: count for name, count in names.items() if not options.without or options.without not in name}
+        left_out = options.without.split(",") if options.without else []
+        wanted = {name: count for name, count in names.items() if not any(word in name for word in left_out)}
         return compare(report, wanted, shape, layers, turns if shape == large else 2 * turns)
 
     def bar(text: str, medians: dict[str, float], ours: str, factor: float, peer: str) -> None:
@@ -249,7 +279,8 @@ def main(options: argparse.Namespace) -> int:
         medians = measured(TWO_RANKS, shape)
         where = f"two ranks, batch {shape[0]} x {shape[1]}"
         if shape == small:
-            bar(f"{where}: 1.4x faster than FSDP2", medians, "deepcompile ZeRO-3", 1.4, "FSDP2 compiled")
+            for peer in ("FSDP2 compiled", "DeepSpeed DeepCompile"):
+                bar(f"{where}: 1.4x faster than {peer}", medians, "deepcompile ZeRO-3", 1.4, peer)
         else:
             bar(f"{where}: within 1.05x of two alone", medians, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
     return report.finish(options.json)

@@ -61,8 +61,8 @@ target_link_libraries(deepcompile PRIVATE dc_flags "${HWY_LIBRARY}" Threads::Thr
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
-Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/inference_call.cpp bindings/replay.cpp
-                   bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp)
+Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/direct_calls.cpp bindings/inference_call.cpp
+                   bindings/replay.cpp bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)

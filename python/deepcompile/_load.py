@@ -23,6 +23,8 @@ if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
         "and deepcompile cannot share a process."
     )
 
-from deepcompile import _C  # noqa: E402
+from deepcompile import _C, _direct_calls  # noqa: E402
+
+_direct_calls.install()
 
 __all__ = ["_C"]

@@ -5,6 +5,7 @@
 
 namespace dc {
 
+void bindDirectCalls(pybind11::module_& module);
 void bindInferenceCall(pybind11::module_& module);
 void bindReplay(pybind11::module_& module);
 void bindRuntime(pybind11::module_& module);

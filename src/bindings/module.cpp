@@ -1,6 +1,7 @@
 #include "deepcompile/bindings/bindings.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  dc::bindDirectCalls(module);
   dc::bindInferenceCall(module);
   dc::bindRuntime(module);
   dc::bindReplay(module);

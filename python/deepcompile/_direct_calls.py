@@ -1,0 +1,20 @@
+"""Puts the short way from Python to our operators (src/bindings/direct_calls.cpp) where ``torch.ops`` keeps the general one.
+
+Before anybody uses an operator as a key: its hash is that of the function it calls.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.jit._builtins import _register_builtin
+
+from deepcompile import _C
+
+
+def install() -> None:
+    for name in _C.direct_operators():
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        for called in (packet, packet.default):
+            called._op = _C.direct_call(name, called._op)
+        _register_builtin(packet._op, name)  # TorchScript knows operators by the function that they call

@@ -1,0 +1,247 @@
+// A short way from Python to our operators. PyTorch's general one turns every argument into an IValue as the schema
+// says and takes three times as long as what most of our operators do on the host. Here exact tensors, numbers and
+// lists of them go to the dispatcher as they are; it sees the same call, so modes, profilers and autograd do. What is
+// anything else (a subclass, a symbolic number, a keyword, a mode of torch functions) takes the general way.
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "deepcompile/bindings/bindings.h"
+
+namespace dc {
+namespace {
+
+namespace py = pybind11;
+
+// read() is false where the object is not of the exact type.
+
+bool read(PyObject* object, at::Tensor& value) {
+  if (!THPVariable_CheckExact(object)) {
+    return false;
+  }
+  value = THPVariable_Unpack(object);
+  return true;
+}
+
+bool read(PyObject* object, std::int64_t& value) {
+  if (!PyLong_CheckExact(object)) {
+    return false;
+  }
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
+bool read(PyObject* object, bool& value) {
+  value = object == Py_True;
+  return value || object == Py_False;
+}
+
+bool read(PyObject* object, at::ScalarType& value) {
+  if (!THPDtype_Check(object)) {
+    return false;
+  }
+  value = reinterpret_cast<THPDtype*>(object)->scalar_type;
+  return true;
+}
+
+template <typename T>
+bool read(PyObject* object, std::vector<T>& values) {
+  const bool list = PyList_CheckExact(object) != 0;
+  if (!list && !PyTuple_Check(object)) {  // torch.Size is one
+    return false;
+  }
+  const Py_ssize_t count = list ? PyList_GET_SIZE(object) : PyTuple_GET_SIZE(object);
+  values.resize(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const one = list ? PyList_GET_ITEM(object, i) : PyTuple_GET_ITEM(object, i);
+    if (!read(one, values[static_cast<std::size_t>(i)])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename T>
+bool read(PyObject* object, std::optional<T>& value) {
+  return object == Py_None || read(object, value.emplace());
+}
+
+PyObject* wrap(at::Tensor tensor) { return THPVariable_Wrap(std::move(tensor)); }
+
+PyObject* wrap(std::vector<at::Tensor> tensors) {
+  py::list list(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    list[i] = py::reinterpret_steal<py::object>(wrap(std::move(tensors[i])));
+  }
+  return list.release().ptr();
+}
+
+// What an argument is kept as during the call: it owns what it refers to, because the interpreter is let go.
+template <typename T>
+struct Kept {
+  using type = std::remove_cvref_t<T>;
+};
+template <typename T>
+struct Kept<c10::ArrayRef<T>> {
+  using type = std::vector<T>;
+};
+
+// Lets go of the interpreter. (pybind11's does more than is needed where no thread ends.)
+class Released {
+ public:
+  Released() : thread_(PyEval_SaveThread()) {}
+  ~Released() { PyEval_RestoreThread(thread_); }
+  Released(const Released&) = delete;
+  Released& operator=(const Released&) = delete;
+
+ private:
+  PyThreadState* const thread_;
+};
+
+// The short way of one operator. Lives as long as the process.
+class DirectCall {
+ public:
+  virtual ~DirectCall() = default;
+  virtual PyObject* call(PyObject* const* arguments, std::size_t count) = 0;  // null without an error: not ours to do
+
+  explicit DirectCall(PyObject* general) : general_(general) {}
+  DirectCall(const DirectCall&) = delete;
+  DirectCall& operator=(const DirectCall&) = delete;
+
+  static PyObject* entry(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+    auto& direct = *static_cast<DirectCall*>(PyCapsule_GetPointer(self, nullptr));
+    if (names == nullptr && !at::impl::torch_function_mode_enabled()) {
+      HANDLE_TH_ERRORS
+      if (PyObject* result = direct.call(arguments, static_cast<std::size_t>(count)); result != nullptr) {
+        return result;
+      }
+      END_HANDLE_TH_ERRORS
+      if (PyErr_Occurred() != nullptr) {
+        return nullptr;
+      }
+    }
+    return PyObject_Vectorcall(direct.general_, arguments, static_cast<std::size_t>(count), names);
+  }
+
+ private:
+  PyObject* const general_;  // owned
+};
+
+template <typename Signature>
+class TypedCall;
+
+template <typename Result, typename... Arguments>
+class TypedCall<Result(Arguments...)> final : public DirectCall {
+ public:
+  // Of the arguments the first `required` have no default. The others' defaults are all zero, false or None.
+  TypedCall(PyObject* general, const std::string& name, std::size_t required)
+      : DirectCall(general),
+        operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Result(Arguments...)>()),
+        required_(required) {}
+
+  PyObject* call(PyObject* const* arguments, std::size_t count) override {
+    if (count < required_ || count > sizeof...(Arguments)) {
+      return nullptr;
+    }
+    std::tuple<typename Kept<Arguments>::type...> values{};
+    if (!readAll(values, arguments, count, std::index_sequence_for<Arguments...>())) {
+      return nullptr;
+    }
+    const auto run = [&](auto&... kept) -> Result {
+      const Released others_run;  // kernels wait for locks and peers
+      return operator_.call(kept...);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      std::apply(run, values);
+      return Py_NewRef(Py_None);
+    } else {
+      return wrap(std::apply(run, values));
+    }
+  }
+
+ private:
+  template <typename Values, std::size_t... kIndex>
+  static bool readAll(Values& values, PyObject* const* arguments, std::size_t count, std::index_sequence<kIndex...>) {
+    return ((kIndex >= count || read(arguments[kIndex], std::get<kIndex>(values))) && ...);
+  }
+
+  const c10::TypedOperatorHandle<Result(Arguments...)> operator_;
+  const std::size_t required_;
+};
+
+using at::Tensor;
+using std::int64_t;
+using Dtype = std::optional<at::ScalarType>;
+
+struct Operator {
+  const char* name;
+  std::unique_ptr<DirectCall> (*make)(PyObject* general, const std::string& name);
+};
+
+template <typename Signature, std::size_t kRequired>
+std::unique_ptr<DirectCall> make(PyObject* general, const std::string& name) {
+  return std::make_unique<TypedCall<Signature>>(general, name, kRequired);
+}
+
+// Those that a step calls once a parameter or more often, as in ops/schemas.cpp.
+constexpr Operator kOperators[] = {
+    {"dc::allgather_param", make<Tensor(const Tensor&, int64_t, int64_t, Dtype), 3>},
+    {"dc::prefetch_params_fused",
+     make<void(int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&), 3>},
+    {"dc::wait_allgather", make<Tensor(const Tensor&, int64_t, int64_t), 3>},
+    {"dc::release_param", make<Tensor(const Tensor&, int64_t, int64_t, int64_t), 4>},
+    {"dc::release_param_traced", make<Tensor(const Tensor&, int64_t, int64_t, int64_t), 4>},
+    {"dc::reduce_grad", make<Tensor(const Tensor&, int64_t, int64_t), 3>},
+    {"dc::gather_shard", make<Tensor(const Tensor&, int64_t, at::IntArrayRef, Dtype, bool, int64_t), 3>},
+    {"dc::gather_shards", make<std::vector<Tensor>(at::TensorList, int64_t, at::IntArrayRef, at::IntArrayRef), 4>},
+    {"dc::prefetch_shards", make<void(at::TensorList, int64_t, const std::vector<at::ScalarType>&), 3>},
+    {"dc::reduce_shard", make<Tensor(const Tensor&, const Tensor&, int64_t, bool), 3>},
+    {"dc::reduce_shards", make<void(at::TensorList, at::TensorList, int64_t, at::IntArrayRef), 4>},
+    {"deepspeed::inference_all_reduce", make<Tensor(const Tensor&), 1>},
+    {"deepspeed::inference_all_reduce_", make<Tensor&(Tensor&), 1>},
+};
+
+// A function that serves a call of the operator directly where it can, else by `general`.
+py::object directCall(const std::string& name, const py::object& general) {
+  static PyMethodDef method = {"direct_call",
+                               reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&DirectCall::entry)),
+                               METH_FASTCALL | METH_KEYWORDS, nullptr};
+  for (const Operator& one : kOperators) {
+    if (name == one.name) {
+      auto direct = one.make(py::object(general).release().ptr(), name);
+      const auto self = py::reinterpret_steal<py::object>(PyCapsule_New(direct.get(), nullptr, nullptr));
+      direct.release();  // never deleted: operators are called until the interpreter has ended
+      return py::reinterpret_steal<py::object>(
+          PyCFunction_NewEx(&method, self.ptr(), py::object(general.attr("__module__")).ptr()));
+    }
+  }
+  throw py::value_error("no operator " + name + " is called directly");
+}
+
+}  // namespace
+
+void bindDirectCalls(py::module_& module) {
+  module.def("direct_operators", [] {
+    std::vector<std::string> names;
+    for (const Operator& one : kOperators) {
+      names.emplace_back(one.name);
+    }
+    return names;
+  });
+  module.def("direct_call", &directCall, py::arg("name"), py::arg("general"));
+}
+
+}  // namespace dc

@@ -1,0 +1,172 @@
+"""Calls of our operators take a short way from Python to the dispatcher, and nobody can tell but by the time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepcompile import _C, dc
+from harness import run_ranks
+from z3_fixture import GRAPH, start, whole_parameter
+
+ops = torch.ops.dc
+
+
+def operators() -> list[torch._ops.OpOverload]:
+    names = (name.split("::") for name in _C.direct_operators())
+    return [getattr(getattr(torch.ops, space), name).default for space, name in names]
+
+
+def test_every_argument_of_a_direct_operator_has_the_default_that_the_short_way_assumes() -> None:
+    for operator in operators():
+        for argument in operator._schema.arguments:
+            if argument.has_default_value():
+                assert argument.default_value in (None, False, 0), f"{operator}: {argument.name}"
+
+
+def test_the_operators_are_called_directly() -> None:
+    for operator in operators():
+        for called in (operator, operator.overloadpacket):
+            assert called._op.__name__ == "direct_call"
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        self.names.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+class Subclass(torch.Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if "dc." in str(function):
+            cls.calls += 1
+        return super().__torch_function__(function, types, arguments, keywords or {})
+
+
+def both_ways(rank: int, world: int) -> None:
+    shards, buffers = start(rank, world)
+    empty = torch.empty(0)
+    short = ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+    general = ops.allgather_param(a=shards[0], graph_id=GRAPH, id=0, dtype=None)
+    assert torch.equal(short, whole_parameter(0)) and short.data_ptr() == general.data_ptr()
+    ops.release_param(short, GRAPH, 0, 1)
+    # Every kind of argument: lists and tuples, dtypes given, None and left out.
+    half = ops.allgather_param.default(shards[1], GRAPH, 1, torch.half)
+    assert ops.wait_allgather(half, GRAPH, 1).dtype == torch.half
+    ops.prefetch_params_fused(GRAPH, [empty, empty], (0, 2), [torch.float, torch.half])
+    assert ops.allgather_param(shards[2], GRAPH, 2, torch.half).dtype == torch.half
+    for index in range(3):
+        ops.release_param(empty, GRAPH, index, 1)
+    whole = ops.gather_shard(shards[0], GRAPH, torch.Size((5, 3)), None, False, 0)
+    assert torch.equal(whole, whole_parameter(0))
+    assert all(map(torch.equal, ops.gather_shards(shards, GRAPH, [5, 3] * 3, [2] * 3), map(whole_parameter, range(3))))
+    dc.start_backward(True)
+    for index in range(3):
+        ops.reduce_grad(torch.full((5, 3), float(index)), GRAPH, index)
+    ops.end_backward(GRAPH)
+    assert all(bool((buffer == index).all()) for index, buffer in enumerate(buffers))
+
+
+def test_both_ways_give_the_same() -> None:
+    run_ranks(1, both_ways)
+
+
+def observers(rank: int, world: int) -> None:
+    shards, _ = start(rank, world)
+    with Seen() as seen, torch.no_grad():
+        ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+    assert "dc.allgather_param.default" in seen.names and "dc.wait_allgather.default" in seen.names
+    with SeenFunctions() as functions:
+        ops.release_param(torch.empty(0), GRAPH, 0, 1)
+    assert any("release_param" in name for name in functions.names)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+    assert {"dc::allgather_param", "dc::wait_allgather"} <= {event.key for event in profile.key_averages()}
+    ops.release_param(torch.empty(0).as_subclass(Subclass), GRAPH, 0, 1)
+    assert Subclass.calls == 1
+
+
+def test_modes_profilers_and_subclasses_see_the_calls() -> None:
+    run_ranks(1, observers)
+
+
+def errors(rank: int, world: int) -> None:
+    shards, _ = start(rank, world)
+    texts = []
+    for call in (
+        lambda: ops.allgather_param(shards[0], 9, 0),
+        lambda: ops.allgather_param(shards[0], graph_id=9, id=0),
+    ):
+        with pytest.raises(RuntimeError, match="no graph with id 9") as raised:
+            call()
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+    for wrong in ((shards[0],), (shards[0], 0, 0, None, 1), ("text", 0, 0), (shards[0], 0.5, 0), (shards[0], 2**70, 0)):
+        with pytest.raises((RuntimeError, TypeError, OverflowError, ValueError)):
+            ops.allgather_param(*wrong)
+    assert torch.equal(ops.gather_shard(shards[0], GRAPH, [5, 3]), whole_parameter(0))  # still usable
+
+
+def test_errors_are_those_of_the_general_way() -> None:
+    run_ranks(1, errors)
+
+
+def others_run(rank: int, world: int) -> None:
+    """Rank 1 comes late; a thread of rank 0 must get on while its gather waits."""
+    shards, _ = start(rank, world)
+    counted, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0)  # lets go of the interpreter, which nobody takes away
+
+    if rank == 0:
+        sys.setswitchinterval(10)
+        thread = threading.Thread(target=count)
+        thread.start()
+        torch.distributed.barrier()
+        before = counted[0]
+        ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+        done.set()
+        thread.join()
+        assert counted[0] - before > 100
+    else:
+        torch.distributed.barrier()
+        torch.linspace(0, 1, 50_000_000).sin_().sum()  # some 100 ms or more of work
+        ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+
+
+def test_other_threads_run_while_a_call_waits_for_a_peer() -> None:
+    run_ranks(2, others_run)
+
+
+def test_torchscript_still_knows_the_operators() -> None:
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dc.wait_allgather(x, 0, 0)
+
+    with pytest.warns(DeprecationWarning):
+        assert "dc::wait_allgather" in str(torch.jit.script(wait).graph)
