@@ -110,7 +110,7 @@ def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, fo
 
     import torch
     import torch.distributed as dist
-    from llama import Llama
+    from llama_model import Llama
 
     import deepcompile as deepcompile  # registers the backend shm
 

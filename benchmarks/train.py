@@ -102,7 +102,7 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
     import torch
     import torch.distributed as dist
-    from llama import Llama
+    from llama_model import Llama
 
     torch.set_num_threads(1)
     alone = name.startswith(("one", "two"))

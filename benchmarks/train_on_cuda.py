@@ -119,7 +119,7 @@ def serve(name: str, rank: int, world: int, shape: tuple[int, int], layers: int,
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
     import torch
     import torch.distributed as dist
-    from llama import Llama
+    from llama_model import Llama
 
     torch.cuda.set_device(0)
     if not name.startswith("plain"):
@@ -224,7 +224,10 @@ def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layer
                 continue
             firsts[name] = max(first for first, _, _ in answers)
             warm, loss = max(warm for _, warm, _ in answers), answers[0][2]
-            print(f"{name:<28} first step {firsts[name]:6.1f} s, all {WARM_STEPS + 1} steps {warm:6.1f} s, loss {loss:.4f}", flush=True)
+            print(
+                f"{name:<28} first step {firsts[name]:6.1f} s, all {WARM_STEPS + 1} steps {warm:6.1f} s, loss {loss:.4f}",
+                flush=True,
+            )
         for turn in range(turns):
             for system in systems.values():
                 taken = max(system.ask("turn"))
