@@ -1,7 +1,9 @@
-"""How fast parameters move on one GPU: gathers of two ranks through symmetric memory and NCCL, offload and reload of one.
+"""How fast parameters and gradients move on one GPU: gathers and reductions of two ranks through symmetric memory and NCCL,
+offload and reload of one.
 
-The bound of a gather between ranks that share a GPU is its memory: a plain copy of as many bytes by both ranks at once. The
-bound of an offload is PCIe: a plain copy between pinned and device memory. Two ranks need what docs/cuda.md says.
+The bound of a gather between ranks that share a GPU is its memory: a plain copy of as many bytes by both ranks at once. (A
+reduction stages half of the gradient, reads as much twice and writes half: five quarters of a copy.) The bound of an offload
+is PCIe: a plain copy between pinned and device memory. Two ranks need what docs/cuda.md says.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ ROUNDS = 30
 #: Within a step of the engine, where nobody changes a shard, the ranks need not meet before every gather.
 KNOWN = "symmetric memory, known step"
 HOW = (KNOWN, "symmetric memory", "NCCL")
+REDUCED_MIB = (1, 16, 64, 256)
+#: Ways of reductions, and what asks for them.
+REDUCED = {"symmetric memory": "always", "NCCL": "never", "as measured": "auto"}
 
 
 def seconds_of(function: Any, rounds: int = ROUNDS) -> float:
@@ -74,6 +79,42 @@ def gathers(rank: int, world: int, folder: str, pipe: Any) -> None:
         target = torch.empty_like(source)
         dist.barrier()
         found[f"copy {mib}"] = mib * 2**20 / seconds_of(lambda source=source, target=target: target.copy_(source))
+    pipe.send(found)
+    dist.destroy_process_group()
+
+
+def reductions(rank: int, world: int, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from deepcompile import dc
+
+    torch.cuda.set_device(0)
+    store = dist.FileStore(f"{folder}/reductions", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    found: dict[str, float] = {}
+    for how, choice in REDUCED.items():
+        os.environ["DEEPCOMPILE_SYMMETRIC_REDUCTIONS"] = choice
+        runtime = dc.Runtime(None, {"timeout": 60, "symmetric_memory": True}, 1 << 10, device="cuda")
+        shards = {}
+        for index, mib in enumerate(REDUCED_MIB):
+            elements = mib * 2**19  # of bf16
+            shards[mib] = runtime.empty((elements // world,), torch.bfloat16).zero_()
+            runtime.register_z3_param(index, [elements], shards[mib], torch.zeros_like(shards[mib]))
+            runtime.register_graph_z3(1 + index, [index])
+        for index, mib in enumerate(REDUCED_MIB):
+            gradient = torch.full((2 * shards[mib].numel(),), float(rank), dtype=torch.bfloat16, device="cuda")
+
+            def reduce(
+                runtime: Any = runtime, gradient: Any = gradient, shard: Any = shards[mib], graph: int = 1 + index
+            ) -> None:
+                runtime.start_backward(True)
+                torch.ops.dc.reduce_shard(gradient, shard, graph, True)
+                torch.ops.dc.end_backward(graph)
+
+            dist.barrier()
+            found[f"{how} {mib}"] = mib * 2**20 / seconds_of(reduce)
+        runtime.cleanup()
     pipe.send(found)
     dist.destroy_process_group()
 
@@ -139,6 +180,13 @@ def main() -> int:
             value = found[f"{how} {mib}"]
             report.add(f"gather of {mib} MiB, 2 ranks, {how}", value / 1e9, "GB/s", "copy", copy / 1e9, value / copy)
         report.bar(f"gather of {mib} MiB: 85 % of a copy", found[f"{KNOWN} {mib}"] >= 0.85 * copy)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run([(reductions, rank, 2, folder) for rank in range(2)])[0]
+    for mib in REDUCED_MIB:
+        nccl = found[f"NCCL {mib}"]
+        for how in REDUCED.keys() - {"NCCL"}:
+            value = found[f"{how} {mib}"]
+            report.add(f"reduction of {mib} MiB, 2 ranks, {how}", value / 1e9, "GB/s", "NCCL", nccl / 1e9, value / nccl)
     found = run([(moves,)])[0]
     for mib in MOVED_MIB:
         for ours, peer in (("offload", "to host"), ("reload", "to device")):

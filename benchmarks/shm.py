@@ -273,12 +273,14 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the bars hold for 2, the default")
     parser.add_argument("--peers", default=",".join(PEERS), metavar="LIST", help="of %(default)s")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of each measurement, in place of the usual number")
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
     if unknown := set(peers) - set(PEERS):
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     begin = time.monotonic()
     rounds, slice_seconds = (5, 0.005) if options.quick else (21, 0.02)
+    rounds = options.rounds or rounds
     run = Run(options.ranks, ["deepcompile", *peers, "bounds"], rounds, slice_seconds)
     try:
         for collective in COLLECTIVES:

@@ -19,7 +19,10 @@ set(cuda_sources
     comm/nccl_communicator_cuda.cpp
     comm/symmetric_communicator_cuda.cpp
     comm/symmetric_heap_cuda.cpp
+    comm/symmetric_reductions_cuda.cpp
+    comm/symmetric_staging_cuda.cpp
     comm/copy_kernels_cuda.cu
+    comm/rank_sum_kernels_cuda.cu
     comm/sum_kernels_cuda.cu
     runtime/register_kernels_cuda.cpp)
 if(PythonTorch_CUDA)

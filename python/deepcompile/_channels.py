@@ -70,7 +70,7 @@ def open_channels(
     group: dist.ProcessGroup, timeout: float, device: torch.device, symmetric_memory: bool = False
 ) -> Channels:
     """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large, or symmetric
-    memory for gathers.
+    memory.
     """
     name = group.group_name
     generation = _generations[name]
@@ -98,10 +98,20 @@ def open_channels(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # not needed any more in some versions, and needed in others
             enable_symm_mem_for_group(name)
-        gather = cuda.symmetric_channel(
-            store("symmetric"), name, group.rank(), group.size(), device.index, timeout=timeout
-        )
-        return Channels(gather, open_one("reduce"), on_host[2], store("other"))
+
+        def open_symmetric(purpose: str) -> _C.Channel:
+            channel: _C.Channel = cuda.symmetric_channel(
+                store(f"symmetric/{purpose}"),
+                name,
+                group.rank(),
+                group.size(),
+                device.index,
+                timeout=timeout,
+                reduces=purpose == "reduce",
+            )
+            return channel
+
+        return Channels(open_symmetric("gather"), open_symmetric("reduce"), on_host[2], store("other"))
     return Channels(open_one("gather"), open_one("reduce"), on_host[2], store("other"))
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch.jit._builtins import _register_builtin
+from torch.utils._device import DeviceContext
 
 from deepcompile import _C
 
 
 def install() -> None:
+    _C.set_default_device_mode(DeviceContext)
     for name in _C.direct_operators():
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator)

@@ -114,7 +114,7 @@ class Config:
     #: Bytes that parameters, gradients, states and activations of a rank may take together; "least": no more than the step
     #: needs in any case; None: what the machine has.
     memory_budget: int | Literal["least"] | None = None
-    #: Gather through symmetric memory (CUDA only): shards are read where the other ranks keep them.
+    #: Gather and reduce through symmetric memory (CUDA only): shards and gradients are read where the other ranks keep them.
     symmetric_memory: bool = False
     #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
     timeout: float = 300.0

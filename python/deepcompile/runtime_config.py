@@ -12,7 +12,7 @@ from deepcompile._load import _C
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeConfig:
-    #: Gather through symmetric memory (CUDA only).
+    #: Gather and reduce through symmetric memory (CUDA only).
     symmetric_memory: bool = False
     #: Fill one reduce bucket while the other is being reduced.
     double_buffer: bool = True

@@ -36,6 +36,10 @@ struct Environment {
   // same, as they would on several hosts (docs/runtime.md).
   std::string read_in_place = "auto";
 
+  // DEEPCOMPILE_SYMMETRIC_REDUCTIONS = auto | always | never. With symmetric memory: whether gradients are reduced
+  // through it, too; measured for each size when the runtime is made, or as this says (docs/cuda.md).
+  std::string symmetric_reductions = "auto";
+
   // Reads the process's environment. A value that is not listed above is an error that names the variable.
   static Environment read();
 };

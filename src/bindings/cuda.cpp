@@ -7,6 +7,7 @@
 #include "deepcompile/comm/nccl_api.h"
 #include "deepcompile/comm/nccl_communicator.h"
 #include "deepcompile/comm/symmetric_communicator.h"
+#include "deepcompile/comm/symmetric_reductions.h"
 #include "deepcompile/runtime/register_kernels_cuda.h"
 
 namespace dc {
@@ -34,17 +35,22 @@ class NcclChannel final : public Channel {
 
 class SymmetricChannel final : public Channel {
  public:
-  SymmetricChannel(StorePtr store, std::string group, int rank, int size, int device, double timeout)
+  // For gathers, or for reductions.
+  SymmetricChannel(StorePtr store, std::string group, int rank, int size, int device, double timeout, bool reduces)
       : store_(std::move(store)),
         group_(std::move(group)),
         rank_(rank),
         size_(size),
         device_(device),
-        timeout_(timeout) {}
+        timeout_(timeout),
+        reduces_(reduces) {}
 
   std::shared_ptr<Communicator> open(std::shared_ptr<Traffic> traffic) const override {
     // What passes through `rest` is counted by the communicator around it.
     auto rest = makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::make_shared<Traffic>());
+    if (reduces_) {
+      return makeSymmetricReductions(group_, std::move(rest), device_, timeout_, std::move(traffic));
+    }
     auto heap = std::make_shared<SymmetricHeap>(group_, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
     return makeSymmetricCommunicator(std::move(heap), std::move(rest), device_, std::move(traffic));
   }
@@ -56,6 +62,7 @@ class SymmetricChannel final : public Channel {
   const int size_;
   const int device_;
   const double timeout_;
+  const bool reduces_;
 };
 
 }  // namespace
@@ -72,12 +79,15 @@ PYBIND11_MODULE(_cuda, module) {
       "Opened by the runtime that it is given to, which is a collective.");
   module.def(
       "symmetric_channel",
-      [](StorePtr store, std::string group, int rank, int size, int device,
-         double timeout) -> std::shared_ptr<Channel> {
-        return std::make_shared<SymmetricChannel>(std::move(store), std::move(group), rank, size, device, timeout);
+      [](StorePtr store, std::string group, int rank, int size, int device, double timeout,
+         bool reduces) -> std::shared_ptr<Channel> {
+        return std::make_shared<SymmetricChannel>(std::move(store), std::move(group), rank, size, device, timeout,
+                                                  reduces);
       },
       py::arg("store"), py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"),
-      "Gathers through symmetric memory, the rest over NCCL. `group` is the name of the process group.");
+      py::arg("reduces"),
+      "Gathers, or reductions, through symmetric memory, the rest over NCCL. `group` is the name of the process "
+      "group.");
   module.def(
       "nccl_version",
       [] {

@@ -1,7 +1,8 @@
 // A short way from Python to our operators. PyTorch's general one turns every argument into an IValue as the schema
 // says and takes three times as long as what most of our operators do on the host. Here exact tensors, numbers and
 // lists of them go to the dispatcher as they are; it sees the same call, so modes, profilers and autograd do. What is
-// anything else (a subclass, a symbolic number, a keyword, a mode of torch functions) takes the general way.
+// anything else (a subclass, a symbolic number, a keyword, a mode of torch functions but the default device) takes the
+// general way.
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -111,6 +113,24 @@ class Released {
   PyThreadState* const thread_;
 };
 
+// torch.utils._device.DeviceContext, which set_default_device leaves on: it looks at functions that make tensors, and
+// our operators are none of them. Owned, for the life of the process.
+PyTypeObject* default_device_mode = nullptr;
+
+// Whether a mode of torch functions wants to see the call.
+bool isWatched() {
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  if (!at::impl::torch_function_mode_enabled()) {
+    return false;
+  }
+  for (std::int64_t i = 0; i < Modes::stack_len(); ++i) {
+    if (Py_TYPE(Modes::get_stack_at(i)->ptr(getPyInterpreter())) != default_device_mode) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // The short way of one operator. Lives as long as the process.
 class DirectCall {
  public:
@@ -123,7 +143,7 @@ class DirectCall {
 
   static PyObject* entry(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
     auto& direct = *static_cast<DirectCall*>(PyCapsule_GetPointer(self, nullptr));
-    if (names == nullptr && !at::impl::torch_function_mode_enabled()) {
+    if (names == nullptr && !isWatched()) {
       HANDLE_TH_ERRORS
       if (PyObject* result = direct.call(arguments, static_cast<std::size_t>(count)); result != nullptr) {
         return result;
@@ -242,6 +262,12 @@ void bindDirectCalls(py::module_& module) {
     return names;
   });
   module.def("direct_call", &directCall, py::arg("name"), py::arg("general"));
+  module.def(
+      "set_default_device_mode",
+      [](const py::type& mode) {
+        default_device_mode = reinterpret_cast<PyTypeObject*>(py::object(mode).release().ptr());
+      },
+      py::arg("mode"), "The mode of torch functions that lets our operators pass.");
 }
 
 }  // namespace dc

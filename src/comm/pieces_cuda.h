@@ -8,12 +8,16 @@
 
 namespace dc::cuda {
 
-// Passed by value: kernel arguments may have 4 KiB.
-struct Launch {
-  Piece pieces[kMostPieces];
-  int first_block[kMostPieces + 1];
+// Passed by value: kernel arguments may have 4 KiB. A piece of any kind has a count.
+template <typename SomePiece, int kMost>
+struct LaunchOf {
+  using Piece = SomePiece;
+  static constexpr int kMostPieces = kMost;
+  SomePiece pieces[kMost];
+  int first_block[kMost + 1];
   int count;
 };
+using Launch = LaunchOf<Piece, kMostPieces>;
 
 // What the calling block works on.
 struct Part {
@@ -22,7 +26,8 @@ struct Part {
   std::int64_t size;
 };
 
-__device__ inline Part partOf(const Launch& launch, std::int64_t per_block) {
+template <typename SomeLaunch>
+__device__ Part partOf(const SomeLaunch& launch, std::int64_t per_block) {
   int piece = 0;
   while (piece + 1 < launch.count && static_cast<int>(blockIdx.x) >= launch.first_block[piece + 1]) {
     ++piece;
@@ -32,16 +37,17 @@ __device__ inline Part partOf(const Launch& launch, std::int64_t per_block) {
   return {piece, begin, rest < per_block ? rest : per_block};
 }
 
-inline int blocksFor(const Piece& piece, std::int64_t per_block) {
+template <typename SomePiece>
+int blocksFor(const SomePiece& piece, std::int64_t per_block) {
   return static_cast<int>((piece.count + per_block - 1) / per_block);
 }
 
 // Calls start(launch, blocks) for every launch that has something to do.
-template <typename Start>
-cudaError_t inLaunches(const Piece* pieces, int count, std::int64_t per_block, Start&& start) {
-  for (int begin = 0; begin < count; begin += kMostPieces) {
-    Launch launch;
-    launch.count = std::min(count - begin, kMostPieces);
+template <typename SomeLaunch = Launch, typename Start>
+cudaError_t inLaunches(const typename SomeLaunch::Piece* pieces, int count, std::int64_t per_block, Start&& start) {
+  for (int begin = 0; begin < count; begin += SomeLaunch::kMostPieces) {
+    SomeLaunch launch;
+    launch.count = std::min(count - begin, SomeLaunch::kMostPieces);
     int blocks = 0;
     for (int i = 0; i < launch.count; ++i) {
       launch.pieces[i] = pieces[begin + i];

@@ -8,29 +8,25 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "deepcompile/base/error.h"
+#include "deepcompile/comm/communicator_over.h"
 #include "deepcompile/comm/copy_kernels_cuda.h"
 #include "deepcompile/comm/symmetric_communicator.h"
 
 namespace dc {
 namespace {
 
-class SymmetricCommunicator final : public Communicator {
+class SymmetricCommunicator final : public CommunicatorOver {
  public:
   SymmetricCommunicator(std::shared_ptr<SymmetricHeap> heap, std::shared_ptr<Communicator> rest, int device,
                         std::shared_ptr<Traffic> traffic)
-      : Communicator(rest->rank(), rest->size(), std::move(traffic)),
+      : CommunicatorOver(std::move(rest), std::move(traffic)),
         heap_(std::move(heap)),
-        rest_(std::move(rest)),
         device_(static_cast<c10::DeviceIndex>(device)) {}
 
   at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) override {
     return heap_->empty(sizes, c10::typeMetaToScalarType(options.dtype()));
   }
 
-  bool gathersInPlace() const override { return rest_->gathersInPlace(); }
-  bool averageDividesFirst() const override { return rest_->averageDividesFirst(); }
-  std::optional<std::string> brokenBy() override { return rest_->brokenBy(); }
-  void abort() override { rest_->abort(); }
   bool readsPeers() const override { return true; }
   void endReads() override {
     holdReads(false);
@@ -50,8 +46,7 @@ class SymmetricCommunicator final : public Communicator {
     for (const GatherPart& part : parts) {
       const auto place = heap_->find(part.shard.const_data_ptr());
       if (!place || part.shard.nbytes() % kWord != 0) {
-        rest_->setTimeout(timeout());
-        rest_->allGather(parts);  // all of them alike: sizes and places are the same on every rank
+        rest().allGather(parts);  // all of them alike: sizes and places are the same on every rank
         return;
       }
       places.push_back(*place);
@@ -65,18 +60,6 @@ class SymmetricCommunicator final : public Communicator {
       met_ = true;
     }
     pull(parts, places);
-  }
-
-  void doReduceScatter(std::span<const ReducePart> parts, ReduceOp op, std::uint64_t tag) override {
-    rest_->setTimeout(timeout());
-    rest_->reduceScatter(parts, op, tag);
-  }
-  void doAllReduce(const at::Tensor& tensor, ReduceOp op) override { rest_->allReduce(tensor, op); }
-  void doBroadcast(const at::Tensor& tensor, int root) override { rest_->broadcast(tensor, root); }
-  void doBarrier() override { rest_->barrier(); }
-  std::vector<std::string> doExchange(const std::string& bytes) override {
-    rest_->setTimeout(timeout());
-    return rest_->exchange(bytes);
   }
 
  private:
@@ -98,7 +81,7 @@ class SymmetricCommunicator final : public Communicator {
     for (const auto& place : places) {
       heap_->shared(place.block);
     }
-    const std::vector<std::string> all = rest_->exchangeAny(mine);
+    const std::vector<std::string> all = rest().exchangeAny(mine);
     for (std::size_t r = 0; r < all.size(); ++r) {
       check(all[r] == mine, [&] {
         return concat("shards lie at other places of the symmetric memory on rank ", r, " than on rank ", rank(),
@@ -125,7 +108,6 @@ class SymmetricCommunicator final : public Communicator {
   }
 
   const std::shared_ptr<SymmetricHeap> heap_;
-  const std::shared_ptr<Communicator> rest_;
   const c10::DeviceIndex device_;
   std::optional<std::size_t> barrier_block_;  // whose signals the barriers use: that of the first gather
   std::unordered_set<std::string> agreed_;

@@ -12,24 +12,12 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "deepcompile/comm/copy_kernels_cuda.h"
+#include "deepcompile/comm/numbers_cuda.h"
 #include "deepcompile/comm/sum_kernels_cuda.h"
 #include "deepcompile/runtime/device_kernels.h"
 
 namespace dc::cuda {
 namespace {
-
-std::optional<Number> numberOf(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Number::Float;
-    case at::kHalf:
-      return Number::Half;
-    case at::kBFloat16:
-      return Number::BFloat16;
-    default:
-      return std::nullopt;
-  }
-}
 
 // Elements one after the other, as they are: a gradient may be an expanded number, or conjugated when it is read.
 bool plain(const CopyPart& part) {

@@ -57,8 +57,9 @@ EAGER = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5000}, "compile
 @pytest.mark.parametrize("world", [2, 4])
 def test_random_delays_of_the_streams_change_no_bit_of_two_hundred_steps(world: int, symmetric: bool):
     config = EAGER | {"symmetric_memory": symmetric}
-    calm = run_ranks(world, train, 200, config)
-    delayed = run_ranks(world, train, 200, config, environment={"DEEPCOMPILE_STREAM_DELAY_US": "400"})
+    always = {"DEEPCOMPILE_SYMMETRIC_REDUCTIONS": "always"}
+    calm = run_ranks(world, train, 200, config, environment=always)
+    delayed = run_ranks(world, train, 200, config, environment=always | {"DEEPCOMPILE_STREAM_DELAY_US": "400"})
     assert calm == delayed
     assert calm[0][-1] < 0.5 * calm[0][0]
 
@@ -90,6 +91,87 @@ def both_batches(rank: int, world: int, steps: int, clip: float) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def sums_in_rank_order(rank: int, world: int, dtype: torch.dtype) -> None:
+    from deepcompile import dc
+
+    # Odd ones; as many as no launch takes; and one that takes several turns of the staging memory, in uneven pieces.
+    sizes = [1, 7, 1000, 12_293, *range(64, 264), 40_000_001]
+    runtime = dc.Runtime(None, {"timeout": 30, "symmetric_memory": True}, 100_000, device="cuda")
+    shards, buffers = [], []
+    for index, size in enumerate(sizes):
+        own = -(-size // world)
+        shards.append(runtime.empty((own,), dtype).zero_())
+        buffers.append(torch.zeros(own, dtype=dtype))
+        runtime.register_z3_param(index, [size], shards[index], buffers[index], name=f"w{index}")
+    runtime.register_graph_z3(1, list(range(len(sizes))))
+
+    def gradients(of_rank: int, turn: int) -> list[torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(100 * turn + of_rank)
+        return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+    for turn in range(3):
+        runtime.start_backward(True)
+        for index, gradient in enumerate(gradients(rank, turn)):
+            if index % 2:
+                torch.ops.dc.reduce_grad(gradient, 1, index)
+            else:  # from where it lies
+                torch.ops.dc.reduce_shard(gradient, shards[index], 1, True)
+        torch.ops.dc.end_backward(1)
+        total = [gradient.float() for gradient in gradients(0, turn)]
+        for other in range(1, world):
+            total = [a + b.float() for a, b in zip(total, gradients(other, turn), strict=True)]
+        for size, buffer, summed in zip(sizes, buffers, total, strict=True):
+            mine = (summed / world).to(dtype)[rank * buffer.numel() : (rank + 1) * buffer.numel()]
+            assert torch.equal(buffer[: mine.numel()], mine), (turn, size)
+    runtime.cleanup()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_reductions_through_symmetric_memory_have_the_bits_of_a_sum_in_rank_order(world: int, dtype: torch.dtype):
+    always = {"DEEPCOMPILE_SYMMETRIC_REDUCTIONS": "always"}
+    run_ranks(world, sums_in_rank_order, dtype, environment=always)
+
+
+def reduces_either_way(rank: int, world: int) -> None:
+    from deepcompile import dc
+
+    runtime = dc.Runtime(None, {"timeout": 30, "symmetric_memory": True}, device="cuda")
+    shard, buffer = runtime.empty((1 << 19,), torch.float32).zero_(), torch.zeros(1 << 19)
+    runtime.register_z3_param(0, [1 << 20], shard, buffer)
+    runtime.register_graph_z3(1, [0])
+    runtime.start_backward(True)
+    torch.ops.dc.reduce_grad(torch.full((1 << 20,), float(rank)), 1, 0)
+    torch.ops.dc.end_backward(1)
+    assert (buffer == (world - 1) / 2).all()
+    runtime.cleanup()
+
+
+@needs_gpu
+@pytest.mark.parametrize("choice", ["auto", "never"])
+def test_the_way_of_reductions_is_measured_or_set(choice: str):
+    run_ranks(2, reduces_either_way, environment={"DEEPCOMPILE_SYMMETRIC_REDUCTIONS": choice})
+
+
+def train_compiled(rank: int, world: int, graphs: bool) -> list[float]:
+    import torch._inductor.config
+    from torch._inductor.cudagraph_trees import get_manager
+
+    torch._inductor.config.triton.cudagraphs = graphs
+    losses = train(rank, world, 12, {"zero_optimization": {"stage": 3}, "timeout": 60})
+    assert (get_manager(0, create_if_none_exists=False) is not None) == graphs
+    return losses
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_compute_that_inductor_captures_in_cuda_graphs_trains_the_same(world: int):
+    captured, expected = (run_ranks(world, train_compiled, graphs) for graphs in (True, False))
+    for mine, theirs in zip(captured, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 @needs_gpu
