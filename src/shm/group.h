@@ -5,6 +5,8 @@
 // number.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <concepts>
 #include <cstdint>
@@ -41,22 +43,31 @@ struct Turn {
   std::int64_t result = -1;
 };
 
-// Slots one after the other through an area, from its start again where the rest is too small.
+// Slots one after the other through an area, from its start again where the rest is too small. By the rule in layout.h
+// no slot lies where one of the three before it does. A long message starts again as soon as that lets it, so that its
+// slots take less of the last cache, which its tensors do not fit beside: once a slot, and the next two of whatever
+// size, fit before the last three.
 class SlotArea {
  public:
-  SlotArea(std::int64_t begin, std::int64_t largest_slot) : begin_(begin), end_(begin + kSlots * largest_slot) {}
-  std::int64_t next(std::int64_t bytes) {
+  SlotArea(std::int64_t begin, std::int64_t largest_slot)
+      : begin_(begin), largest_(largest_slot), end_(begin + kSlots * largest_slot) {}
+  std::int64_t next(std::int64_t bytes, bool of_long_message) {
     const std::int64_t size = (bytes + kLine - 1) / kLine * kLine;
-    const std::int64_t begin = position_ + size <= end_ ? position_ : begin_;
+    const bool again =
+        position_ + size > end_ || (of_long_message && std::ranges::min(last_) >= begin_ + size + 2 * largest_);
+    const std::int64_t begin = again ? begin_ : position_;
     position_ = begin + size;
+    last_ = {last_[1], last_[2], begin};
     return begin;
   }
   std::int64_t end() const { return end_; }
 
  private:
   std::int64_t begin_;
+  std::int64_t largest_;
   std::int64_t end_;
   std::int64_t position_ = begin_;
+  std::array<std::int64_t, 3> last_ = {end_, end_, end_};  // where they begin
 };
 
 class Group final : private Watch {
@@ -167,10 +178,11 @@ class Call {
     group_.throwIfPoisoned();
   }
 
-  // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them.
-  Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0) {
-    return {++group_.turn_, staged_bytes, stagePlace(staged_bytes),
-            result_bytes == 0 ? -1 : group_.results_.next(result_bytes)};
+  // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them;
+  // and of all that a rank stages in the call.
+  Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0, std::int64_t message_bytes = 0) {
+    return {++group_.turn_, staged_bytes, stagePlace(staged_bytes, message_bytes >= kLongBytes),
+            result_bytes == 0 ? -1 : group_.results_.next(result_bytes, false)};
   }
 
   // Where this rank puts what its peers read in `turn`.
@@ -201,11 +213,11 @@ class Call {
   void awaitResult(int rank, const Turn& turn);
 
  private:
-  std::int64_t stagePlace(std::int64_t bytes) {
+  std::int64_t stagePlace(std::int64_t bytes, bool of_long_message) {
     if (bytes <= kInlineBytes) {
       return -1;
     }
-    return bytes <= kShortBytes ? group_.short_stages_.next(bytes) : group_.stages_.next(bytes);
+    return bytes <= kShortBytes ? group_.short_stages_.next(bytes, false) : group_.stages_.next(bytes, of_long_message);
   }
   std::byte* at(int rank, const Turn& turn) const {
     return turn.stage < 0 ? group_.block(rank).posts[turn.number % kRing].payload : group_.slots(rank) + turn.stage;

@@ -12,13 +12,14 @@ namespace dc::shm {
 // peers'. At least one chunk, also for no data: that is how the ranks learn that they mean the same.
 template <typename Stage, typename Consume>
 void pipeline(Call& call, std::int64_t chunks, std::int64_t bytes, Stage&& stage, Consume&& consume) {
-  Turn turn = call.nextTurn(bytes);
+  const auto next = [&] { return call.nextTurn(bytes, 0, chunks * bytes); };
+  Turn turn = next();
   stage(std::int64_t{0}, turn);
   call.post(turn);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Turn current = turn;
     if (chunk + 1 < chunks) {
-      turn = call.nextTurn(bytes);
+      turn = next();
       stage(chunk + 1, turn);
       call.post(turn);
     }
