@@ -138,8 +138,8 @@ class Runtime:
         self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: Sequence[int] | None = None
     ) -> None:
         """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. When
-        the reduction of a list starts, the oldest ones beyond its number of ``in_flight`` (2 unless said) are waited for, and
-        their gradients go. The same on all ranks, between backwards.
+        the reduction of a list starts, the oldest ones beyond its number of ``in_flight`` (2 unless said) are waited for,
+        and their gradients go. The same on all ranks, between backwards.
         """
         self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], list(in_flight or ()))
 

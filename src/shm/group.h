@@ -181,7 +181,7 @@ class Call {
   // All ranks give the same sizes: of what a rank stages for its peers in this turn, and of what it reduces for them;
   // and of all that a rank stages in the call.
   Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0, std::int64_t message_bytes = 0) {
-    return {++group_.turn_, staged_bytes, stagePlace(staged_bytes, message_bytes >= kLongBytes),
+    return {++group_.turn_, staged_bytes, stagePlace(staged_bytes, message_bytes >= group_.tuning_.long_bytes),
             result_bytes == 0 ? -1 : group_.results_.next(result_bytes, false)};
   }
 

@@ -23,8 +23,6 @@ inline constexpr int kSlots = 6;
 
 // Short messages have an area of their own, which stays in the nearest cache: there latency counts.
 inline constexpr std::int64_t kShortBytes = 2048;
-// From here on tensors do not stay in the last cache beside all slots: fewer are used.
-inline constexpr std::int64_t kLongBytes = 4 << 20;
 inline constexpr std::uint64_t kMagic = 0x6463'7368'6d30'3033;  // changes with the layout
 
 // A message of up to kInlineBytes rides in the post itself, so that one transfer of a line pair brings all of it.

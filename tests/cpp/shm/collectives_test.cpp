@@ -16,7 +16,8 @@ GroupOptions smallSlots(Staging staging) {
   GroupOptions options;
   options.timeout = std::chrono::seconds(20);
   options.slot_bytes = 8192;
-  options.tuning = Tuning{.one_step_bytes = 1024, .chunk_bytes = 4096, .streaming_bytes = 20000, .staging = staging};
+  options.tuning = Tuning{
+      .one_step_bytes = 1024, .chunk_bytes = 4096, .streaming_bytes = 20000, .long_bytes = 30000, .staging = staging};
   return options;
 }
 

@@ -397,7 +397,8 @@ TEST(GroupStress, TwentyThousandRandomCollectivesOfEightRanks) {
   constexpr int kRanks = 8;
   GroupOptions stress = options(milliseconds(60'000));
   stress.slot_bytes = 64 << 10;
-  stress.tuning = Tuning{.one_step_bytes = 4096, .chunk_bytes = 32 << 10, .streaming_bytes = 100'000};
+  stress.tuning =
+      Tuning{.one_step_bytes = 4096, .chunk_bytes = 32 << 10, .streaming_bytes = 100'000, .long_bytes = 150'000};
   EXPECT_EQ(onProcessGroup(kRanks, stress,
                            [](Group& group) {
                              for (std::uint64_t seed = 1; seed <= 20'000; ++seed) {
