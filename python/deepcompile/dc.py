@@ -134,14 +134,12 @@ class Runtime:
         """
         self._native.set_grad_buffer(ds_id, grad_buffer, reduce_dtype)
 
-    def plan_reductions(
-        self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: Sequence[int] | None = None
-    ) -> None:
-        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. When
-        the reduction of a list starts, the oldest ones beyond its number of ``in_flight`` (2 unless said) are waited for,
-        and their gradients go. The same on all ranks, between backwards.
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int = 2) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
+        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
+        backwards.
         """
-        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], list(in_flight or ()))
+        self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
 
     def keep_idle_memory(self, keep: bool) -> None:
         """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at

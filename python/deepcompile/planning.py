@@ -259,7 +259,7 @@ class StepPlanner:
         ids = {sharded.name: sharded.id for sharded in self._sharding.params}
         planned = [step.plan for step in self.steps.values() if step.trains and step.plan is not None]
         buckets = [[ids[name] for name in bucket] for plan in planned for bucket in plan.reductions]
-        in_flight = [count for plan in planned for count in plan.reductions_in_flight]
+        in_flight = max((plan.reductions_in_flight for plan in planned), default=2)
         self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets, in_flight)
 
     def _may_keep(self, step: Step) -> bool:

@@ -65,8 +65,7 @@ class StepPlan:
     kept: frozenset[str] = frozenset()
     #: Gradients that are reduced together, in the order of the reductions.
     reductions: tuple[tuple[str, ...], ...] = ()
-    #: How many may hold gradients at once when each of them has started.
-    reductions_in_flight: tuple[int, ...] = ()
+    reductions_in_flight: int = 2  # at most, at any time
 
     @property
     def hash(self) -> str:
@@ -226,21 +225,21 @@ def step_plan(
         result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
     reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
     found = StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
-    found.reductions_in_flight = _in_flight(planned)
+    found.reductions_in_flight = _most_in_flight(planned)
     return found
 
 
-def _in_flight(planned: planner.Plan) -> tuple[int, ...]:
-    """How many reductions the plan has under way when it starts each of them; that one, at least."""
+def _most_in_flight(planned: planner.Plan) -> int:
+    """How many reductions the plan has under way at once, at most."""
     under_way: set[int | None] = set()
-    found = []
+    most = 1
     for kind, _, operation, _ in planned.instructions:
         if kind == "reduce":
-            found.append(max(1, len(under_way)))  # the caller waits, if it must, when it has started the next
+            most = max(most, len(under_way))  # the caller waits, if it must, when it has started the next
             under_way.add(operation)
         elif kind == "wait":
             under_way.discard(operation)
-    return tuple(found)
+    return most
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:

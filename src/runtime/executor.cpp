@@ -117,7 +117,6 @@ void CustomOpExecutor::openBackward(bool update) {
   placeGradients();
   order_->begin();
   entered_ = 0;
-  reductions_in_flight_ = kReductionsInFlight;
   present_.clear();
   presence_.clear();
   without_gradient_.clear();

@@ -73,10 +73,9 @@ class CustomOpExecutor {
   void noteAutogradTask(std::int64_t task);
 
   // Reduces these parameters together, each list as soon as its last gradient is there; what no list holds goes by the
-  // bucket size. From the reduction of a list on no more than its number of `in_flight` (one for each; none:
-  // kReductionsInFlight for all) hold gradients at once: the caller is put behind the oldest. Not while a backward is
-  // open; the same on all ranks.
-  void planReductions(std::vector<std::vector<std::int64_t>> buckets, std::vector<std::size_t> in_flight = {});
+  // bucket size. No more than `in_flight` reductions hold gradients at once: a further one waits for the oldest. Not
+  // while a backward is open; the same on all ranks.
+  void planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = kReductionsInFlight);
   static constexpr std::size_t kReductionsInFlight = 2;
   // What is trainable has changed: the order of the gradients is learned again.
   void forgetOrder();
@@ -185,10 +184,8 @@ class CustomOpExecutor {
   bool order_learned_ = false;
   std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
   std::vector<std::vector<std::int64_t>> planned_buckets_;
-  std::vector<std::size_t> planned_in_flight_;  // of each of them
-  // Positions in the expected order, and how many reductions may hold gradients from there on.
-  std::unordered_map<std::size_t, std::size_t> flush_after_;
-  std::int64_t planned_size_ = 0;  // elements of the largest planned bucket
+  std::unordered_set<std::size_t> flush_after_;  // positions in the expected order
+  std::int64_t planned_size_ = 0;                // elements of the largest planned bucket
   std::size_t reductions_in_flight_ = kReductionsInFlight;
   GradientsInFlight copied_;        // on their way into a bucket
   GradientsInFlight reduced_from_;  // reduced from where they lie

@@ -16,8 +16,7 @@ namespace dc {
 void CustomOpExecutor::enterInOrder(const std::vector<ArrivedGradient>& arrived) {
   for (const ArrivedGradient& one : arrived) {
     enter(one);
-    if (const auto flush = flush_after_.find(entered_); flush != flush_after_.end()) {
-      reductions_in_flight_ = flush->second;
+    if (!flush_after_.empty() && flush_after_.count(entered_) > 0) {
       flushAllReduceBuckets();
     }
     ++entered_;
@@ -114,20 +113,10 @@ void CustomOpExecutor::learnOrder() {
   placeFlushes();
 }
 
-void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets,
-                                      std::vector<std::size_t> in_flight) {
+void CustomOpExecutor::planReductions(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight) {
   check(!backward_open_, [&] { return concat("reductions are planned in the middle of a backward (", place(), ")"); });
-  if (in_flight.empty()) {
-    in_flight.assign(buckets.size(), kReductionsInFlight);
-  }
-  check(in_flight.size() == buckets.size(), [&] {
-    return concat("a plan of ", buckets.size(), " reductions says ", in_flight.size(),
-                  " times how many may be under way (", place(), ")");
-  });
-  check(std::find(in_flight.begin(), in_flight.end(), 0) == in_flight.end(),
-        [&] { return concat("a plan of reductions lets none of them be under way (", place(), ")"); });
-  reductions_in_flight_ = kReductionsInFlight;
-  planned_in_flight_ = std::move(in_flight);
+  check(in_flight >= 1, [&] { return concat("a plan of reductions lets none of them be under way (", place(), ")"); });
+  reductions_in_flight_ = in_flight;
   planned_size_ = 0;
   for (const auto& bucket : buckets) {
     std::int64_t size = 0;
@@ -154,7 +143,7 @@ void CustomOpExecutor::planFlushes(std::vector<bool> after) {
   flush_after_.clear();
   for (std::size_t i = 0; i + 1 < after.size(); ++i) {  // what is left at the end is flushed there
     if (after[i]) {
-      flush_after_.emplace(i, kReductionsInFlight);
+      flush_after_.insert(i);
     }
   }
 }
@@ -177,17 +166,16 @@ void CustomOpExecutor::placeFlushes() {
   for (std::size_t i = 0; i < order_->expected().size(); ++i) {
     last[order_->expected()[i]] = i;
   }
-  for (std::size_t b = 0; b < planned_buckets_.size(); ++b) {
+  for (const auto& bucket : planned_buckets_) {
     std::optional<std::size_t> end;
-    for (const std::int64_t id : planned_buckets_[b]) {
+    for (const std::int64_t id : bucket) {
       if (const auto found = last.find(id); found != last.end()) {
         end = std::max(end.value_or(0), found->second);
       }
     }
     // The last one is left to the end of the backward, which knows whether gradients came beyond the expected ones.
     if (end && *end + 1 < order_->expected().size()) {
-      std::size_t& allowed = flush_after_[*end];
-      allowed = std::max(allowed, planned_in_flight_[b]);
+      flush_after_.insert(*end);
     }
   }
 }

@@ -333,9 +333,9 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
 }
 
 void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
-                             std::vector<std::size_t> in_flight) {
+                             std::size_t in_flight) {
   const std::lock_guard lock(context_->mutex);
-  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets), std::move(in_flight));
+  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets), in_flight);
 }
 
 void Runtime::startForward() {

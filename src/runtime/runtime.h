@@ -65,7 +65,7 @@ class Runtime {
   void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
   // See CustomOpExecutor::planReductions.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
-                      std::vector<std::size_t> in_flight = {});
+                      std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
   // After an update: gradients that nobody holds take no memory until the next backward makes them.
   void letGradientsGo();
   // See BufferPool::keepIdle; of memory for gathered parameters.

@@ -13,7 +13,7 @@ namespace {
 
 // How much more memory than the leanest a plan may need to have fewer collectives, in thousandths: each takes the host
 // its time and, where it runs beside compute, some of what compute runs on, neither of which a simulation knows.
-constexpr int kWorthFewerCollectives = 10;
+constexpr int kWorthFewerCollectives = 20;
 
 // The settings that need the least memory.
 Settings leanest(Settings settings) {

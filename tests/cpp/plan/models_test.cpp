@@ -108,7 +108,7 @@ TEST(Strategies, EveryOneGivesAPlanThatTheVerifierAcceptsForEveryModelStageAndBu
 
 TEST(Auto, TakesLessMemoryForAlmostTheSameTimeAndFewerCollectivesForAlmostTheSameMemory) {
   EXPECT_EQ(bestOf({{1000, 500, 9}, {1009, 400, 9}, {1011, 100, 1}}), 1) << "1 % longer, less memory";
-  EXPECT_EQ(bestOf({{1000, 500, 9}, {1000, 504, 8}, {1000, 506, 1}}), 1) << "1 % more memory, fewer collectives";
+  EXPECT_EQ(bestOf({{1000, 500, 9}, {1000, 509, 8}, {1000, 511, 1}}), 1) << "2 % more memory, fewer collectives";
   EXPECT_EQ(bestOf({{1009, 500, 9}, {1000, 500, 9}}), 1) << "the same but for the time";
   EXPECT_EQ(bestOf({{1000, 505, 9}, {1009, 500, 9}}), 1) << "the same but for the memory";
   EXPECT_EQ(bestOf({{2000, 1, 1}, {1000, 500, 9}}), 1) << "memory is not worth twice the time";
