@@ -6,6 +6,7 @@
 #include "deepcompile/comm/channel.h"
 #include "deepcompile/comm/nccl_api.h"
 #include "deepcompile/comm/nccl_communicator.h"
+#include "deepcompile/comm/rank_sum_kernels_cuda.h"
 #include "deepcompile/comm/symmetric_communicator.h"
 #include "deepcompile/comm/symmetric_reductions.h"
 #include "deepcompile/runtime/register_kernels_cuda.h"
@@ -46,6 +47,9 @@ class SymmetricChannel final : public Channel {
         reduces_(reduces) {}
 
   std::shared_ptr<Communicator> open(std::shared_ptr<Traffic> traffic) const override {
+    if (reduces_ && size_ > cuda::kMostSummedRanks) {
+      return makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::move(traffic));
+    }
     // What passes through `rest` is counted by the communicator around it.
     auto rest = makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::make_shared<Traffic>());
     if (reduces_) {

@@ -166,11 +166,14 @@ class TypedCall;
 template <typename Result, typename... Arguments>
 class TypedCall<Result(Arguments...)> final : public DirectCall {
  public:
-  // Of the arguments the first `required` have no default. The others' defaults are all zero, false or None.
-  TypedCall(PyObject* general, const std::string& name, std::size_t required)
+  // The defaults of arguments that have one are all zero, false or None (test_direct_calls.py).
+  TypedCall(PyObject* general, const std::string& name)
       : DirectCall(general),
-        operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Result(Arguments...)>()),
-        required_(required) {}
+        operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Result(Arguments...)>()) {
+    for (const c10::Argument& argument : operator_.schema().arguments()) {
+      required_ += argument.default_value().has_value() ? 0 : 1;
+    }
+  }
 
   PyObject* call(PyObject* const* arguments, std::size_t count) override {
     if (count < required_ || count > sizeof...(Arguments)) {
@@ -199,7 +202,7 @@ class TypedCall<Result(Arguments...)> final : public DirectCall {
   }
 
   const c10::TypedOperatorHandle<Result(Arguments...)> operator_;
-  const std::size_t required_;
+  std::size_t required_ = 0;  // arguments without a default, which come first
 };
 
 using at::Tensor;
@@ -211,27 +214,27 @@ struct Operator {
   std::unique_ptr<DirectCall> (*make)(PyObject* general, const std::string& name);
 };
 
-template <typename Signature, std::size_t kRequired>
+template <typename Signature>
 std::unique_ptr<DirectCall> make(PyObject* general, const std::string& name) {
-  return std::make_unique<TypedCall<Signature>>(general, name, kRequired);
+  return std::make_unique<TypedCall<Signature>>(general, name);
 }
 
 // Those that a step calls once a parameter or more often, as in ops/schemas.cpp.
 constexpr Operator kOperators[] = {
-    {"dc::allgather_param", make<Tensor(const Tensor&, int64_t, int64_t, Dtype), 3>},
+    {"dc::allgather_param", make<Tensor(const Tensor&, int64_t, int64_t, Dtype)>},
     {"dc::prefetch_params_fused",
-     make<void(int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&), 3>},
-    {"dc::wait_allgather", make<Tensor(const Tensor&, int64_t, int64_t), 3>},
-    {"dc::release_param", make<Tensor(const Tensor&, int64_t, int64_t, int64_t), 4>},
-    {"dc::release_param_traced", make<Tensor(const Tensor&, int64_t, int64_t, int64_t), 4>},
-    {"dc::reduce_grad", make<Tensor(const Tensor&, int64_t, int64_t), 3>},
-    {"dc::gather_shard", make<Tensor(const Tensor&, int64_t, at::IntArrayRef, Dtype, bool, int64_t), 3>},
-    {"dc::gather_shards", make<std::vector<Tensor>(at::TensorList, int64_t, at::IntArrayRef, at::IntArrayRef), 4>},
-    {"dc::prefetch_shards", make<void(at::TensorList, int64_t, const std::vector<at::ScalarType>&), 3>},
-    {"dc::reduce_shard", make<Tensor(const Tensor&, const Tensor&, int64_t, bool), 3>},
-    {"dc::reduce_shards", make<void(at::TensorList, at::TensorList, int64_t, at::IntArrayRef), 4>},
-    {"deepspeed::inference_all_reduce", make<Tensor(const Tensor&), 1>},
-    {"deepspeed::inference_all_reduce_", make<Tensor&(Tensor&), 1>},
+     make<void(int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&)>},
+    {"dc::wait_allgather", make<Tensor(const Tensor&, int64_t, int64_t)>},
+    {"dc::release_param", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>},
+    {"dc::release_param_traced", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>},
+    {"dc::reduce_grad", make<Tensor(const Tensor&, int64_t, int64_t)>},
+    {"dc::gather_shard", make<Tensor(const Tensor&, int64_t, at::IntArrayRef, Dtype, bool, int64_t)>},
+    {"dc::gather_shards", make<std::vector<Tensor>(at::TensorList, int64_t, at::IntArrayRef, at::IntArrayRef)>},
+    {"dc::prefetch_shards", make<void(at::TensorList, int64_t, const std::vector<at::ScalarType>&)>},
+    {"dc::reduce_shard", make<Tensor(const Tensor&, const Tensor&, int64_t, bool)>},
+    {"dc::reduce_shards", make<void(at::TensorList, at::TensorList, int64_t, at::IntArrayRef)>},
+    {"deepspeed::inference_all_reduce", make<Tensor(const Tensor&)>},
+    {"deepspeed::inference_all_reduce_", make<Tensor&(Tensor&)>},
 };
 
 // A function that serves a call of the operator directly where it can, else by `general`.

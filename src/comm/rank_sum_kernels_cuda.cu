@@ -14,9 +14,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kElementsPerBlock = kThreads * 16;
-constexpr int kPiecesOfSum = 96;  // with the bases they fit the arguments of a launch
+constexpr int kPiecesOfSum = 90;
 
 using SumLaunch = LaunchOf<SumPiece, kPiecesOfSum>;
+static_assert(sizeof(SumLaunch) + sizeof(RankBases) + sizeof(bool) <= 4096, "more than a launch's arguments may have");
 
 __device__ inline const void* sourceOf(const RankBases& bases, const SumPiece& piece, int rank) {
   return rank == bases.mine ? piece.own : static_cast<const char*>(bases.of_rank[rank]) + piece.offset;

@@ -9,8 +9,8 @@
 
 namespace dc::cuda {
 
-// More ranks than this do not share one domain of memory.
-constexpr int kMostSummedRanks = 32;
+// As many as PyTorch lets share memory.
+constexpr int kMostSummedRanks = 72;
 
 // Where the ranks' contributions lie: those of peers at the same offset from each one's base, the caller's own
 // anywhere.

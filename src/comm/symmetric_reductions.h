@@ -2,7 +2,7 @@
 // and each sums its own part from all of them. Sums are in rank order, in fp32 with one rounding: the bits of the CPU.
 //
 // Everything else, types that the kernels do not know, and sizes at which that was faster when the communicator was
-// made, go to `rest`.
+// made, go to `rest`: so from three ranks on 16-bit sums may be rounded otherwise in another run.
 #pragma once
 
 #include <memory>

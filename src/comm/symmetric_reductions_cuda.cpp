@@ -1,8 +1,12 @@
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,10 +55,21 @@ class DeviceTimer {
   DeviceTimer& operator=(const DeviceTimer&) = delete;
 
   void start(cudaStream_t stream) { C10_CUDA_CHECK(cudaEventRecord(begin_, stream)); }
-  // Blocks the host until the work is done.
-  double stop(cudaStream_t stream) {
+  // Blocks the host until the work is done; calls `late`, which throws, when it is not by then.
+  template <typename Late>
+  double stop(cudaStream_t stream, double timeout_seconds, Late&& late) {
     C10_CUDA_CHECK(cudaEventRecord(end_, stream));
-    C10_CUDA_CHECK(cudaEventSynchronize(end_));
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+    cudaError_t state = cudaEventQuery(end_);
+    while (state == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // that one is no error
+      if (std::chrono::steady_clock::now() > deadline) {
+        late();
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      state = cudaEventQuery(end_);
+    }
+    C10_CUDA_CHECK(state);
     float milliseconds = 0;
     C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin_, end_));
     return static_cast<double>(milliseconds);
@@ -74,11 +89,17 @@ class SymmetricReductions final : public CommunicatorOver {
         staging_(group_name, at::Device(at::kCUDA, device_), kHalfBytes) {
     setTimeout(timeout);
     const std::string choice = Environment::read().symmetric_reductions;
+    agreeOn(choice);
     if (choice == "auto") {
       measure();
     } else {
       faster_.fill(choice == "always");
     }
+  }
+
+  void abort() override {
+    aborted_ = true;
+    CommunicatorOver::abort();
   }
 
  protected:
@@ -96,7 +117,7 @@ class SymmetricReductions final : public CommunicatorOver {
   }
 
  private:
-  // Of messages as long as this, and up to four times as long, which way is faster.
+  // Messages go the way that was faster for the nearest of these lengths.
   static constexpr std::array<std::int64_t, 4> kMeasuredBytes = {64 << 10, 1 << 20, 8 << 20, 64 << 20};
 
   bool isFaster(std::int64_t bytes) const {
@@ -121,6 +142,7 @@ class SymmetricReductions final : public CommunicatorOver {
 
   // Every rank takes the same numbers of elements of each slice in a turn, so offsets are the same on all of them.
   void reduceThroughStaging(std::span<const ReducePart> parts, cuda::Number number, ReduceOp op) {
+    check(!aborted_, [&] { return concat("the reductions of rank ", rank(), " were aborted after an error"); });
     const c10::cuda::CUDAGuard device(device_);
     const auto element = static_cast<std::int64_t>(parts[0].send.element_size());
     const std::int64_t per_word = kWord / element;
@@ -180,6 +202,17 @@ class SymmetricReductions final : public CommunicatorOver {
     turn = Turn();
   }
 
+  // Ranks that go different ways would wait for each other in vain.
+  void agreeOn(const std::string& choice) {
+    const std::vector<std::string> all = rest().exchangeAny(choice);
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      check(all[r] == choice, [&] {
+        return concat("DEEPCOMPILE_SYMMETRIC_REDUCTIONS is '", all[r], "' on rank ", r, " and '", choice, "' on rank ",
+                      rank(), "; set it alike on all ranks");
+      });
+    }
+  }
+
   // Both ways at each size; what the slowest rank took decides, on all of them alike.
   void measure() {
     const c10::cuda::CUDAGuard device(device_);
@@ -210,7 +243,11 @@ class SymmetricReductions final : public CommunicatorOver {
         for (int k = 0; k < kTimed; ++k) {
           once();
         }
-        took[i][through_staging ? 1 : 0] = timer.stop(stream);
+        took[i][through_staging ? 1 : 0] = timer.stop(stream, timeout(), [&] {
+          abort();
+          fail("measuring reductions: the ranks did not all take part within ", timeout(), " seconds (rank ", rank(),
+               " of ", size(), ")");
+        });
       }
     }
     const std::string mine(reinterpret_cast<const char*>(took.data()), sizeof(took));
@@ -233,6 +270,7 @@ class SymmetricReductions final : public CommunicatorOver {
 
   const c10::DeviceIndex device_;
   SymmetricStaging staging_;
+  std::atomic<bool> aborted_ = false;  // what has been enqueued through the staging memory ends at its deadline
   std::array<bool, kMeasuredBytes.size()> faster_{};
 };
 

@@ -154,11 +154,13 @@ std::int64_t defaultStreamingBytes() {
 }
 
 void checkTuning(const Tuning& tuning) {
-  check(tuning.chunk_bytes >= kLine && tuning.one_step_bytes >= 0 && tuning.streaming_bytes >= 0, [&] {
-    return concat("thresholds of a shared-memory group: chunks of ", tuning.chunk_bytes, " bytes (at least ", kLine,
-                  "), one step up to ", tuning.one_step_bytes, " and streaming from ", tuning.streaming_bytes,
-                  " (at least 0)");
-  });
+  check(tuning.chunk_bytes >= kLine && tuning.one_step_bytes >= 0 && tuning.streaming_bytes >= 0 &&
+            tuning.long_bytes >= 0,
+        [&] {
+          return concat("thresholds of a shared-memory group: chunks of ", tuning.chunk_bytes, " bytes (at least ",
+                        kLine, "), one step up to ", tuning.one_step_bytes, " and streaming from ",
+                        tuning.streaming_bytes, " (at least 0)");
+        });
 }
 
 Tuning measureTuning(Group& group) {

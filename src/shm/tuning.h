@@ -18,8 +18,8 @@ struct Tuning {
   std::int64_t chunk_bytes = 256 << 10;
   // Results of at least so many bytes are written past the caches. May differ between ranks.
   std::int64_t streaming_bytes = defaultStreamingBytes();
-  // Tensors of a message of at least so many bytes do not stay in the last cache beside all slots: fewer are used. The
-  // same on all ranks.
+  // Tensors of a message of at least so many bytes do not stay in the last cache beside all slots: where data moves
+  // once (pipeline.h), fewer are used. The same on all ranks.
   std::int64_t long_bytes = 8 << 20;
   // Adaptive staging goes past the caches when a probe takes longer for a line.
   double slow_line_nanoseconds = 8;

@@ -152,7 +152,7 @@ def reduces_either_way(rank: int, world: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("choice", ["auto", "never"])
-def test_the_way_of_reductions_is_measured_or_set(choice: str):
+def test_reductions_are_right_whichever_way_is_measured_or_set(choice: str):
     run_ranks(2, reduces_either_way, environment={"DEEPCOMPILE_SYMMETRIC_REDUCTIONS": choice})
 
 

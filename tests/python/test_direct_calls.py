@@ -36,6 +36,47 @@ def test_the_operators_are_called_directly() -> None:
             assert called._op.__name__ == "direct_call"
 
 
+def refuse(*arguments: object, **keywords: object) -> None:
+    raise AssertionError("the general way was taken")
+
+
+def takes_the_short_way(rank: int, world: int) -> None:
+    """Under ``set_default_device``, as in all tests."""
+    shards, _ = start(rank, world)
+
+    def short(name: str, *arguments: object) -> object:
+        refuse.__module__ = "torch.ops"
+        return _C.direct_call(f"dc::{name}", refuse)(*arguments)
+
+    empty = torch.empty(0)
+    short("prefetch_params_fused", GRAPH, [empty], (0,))
+    short("prefetch_params_fused", GRAPH, (empty, empty), [1, 2], [torch.float, torch.half])
+    whole = short("allgather_param", torch.nn.Parameter(shards[0]), GRAPH, 0)
+    assert torch.equal(short("wait_allgather", whole, GRAPH, 0), whole_parameter(0))
+    short("allgather_param", shards[1], GRAPH, 1, None)
+    short("allgather_param", shards[2], GRAPH, 2, torch.half)
+    for index in range(3):
+        short("release_param", empty, GRAPH, index, 1)
+    assert torch.equal(short("gather_shard", shards[0], GRAPH, torch.Size((5, 3)), None, False, 0), whole_parameter(0))
+    assert len(short("gather_shards", shards, GRAPH, [5, 3] * 3, [2] * 3)) == 3
+    short("prefetch_shards", shards, GRAPH, [torch.float] * 3)
+    dc.start_backward(True)
+    short("reduce_grad", torch.ones(5, 3), GRAPH, 2)
+    short("reduce_shard", torch.ones(5, 3), shards[1], GRAPH, True)
+    short("reduce_shards", [torch.ones(5, 3)], [shards[0]], GRAPH, [1])
+    ops.end_backward(GRAPH)
+    # One argument less than there must be, or another kind of argument, is not for the short way.
+    for arguments in ((shards[0], GRAPH), (shards[0], GRAPH, 0.0), (shards[0].as_subclass(Subclass), GRAPH, 0)):
+        with pytest.raises(AssertionError, match="general way"):
+            short("allgather_param", *arguments)
+    with SeenFunctions(), pytest.raises(AssertionError, match="general way"):
+        short("allgather_param", shards[0], GRAPH, 0)
+
+
+def test_plain_arguments_take_the_short_way_and_others_do_not() -> None:
+    run_ranks(1, takes_the_short_way)
+
+
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
