@@ -45,7 +45,6 @@ def takes_the_short_way(rank: int, world: int) -> None:
     shards, _ = start(rank, world)
 
     def short(name: str, *arguments: object) -> object:
-        refuse.__module__ = "torch.ops"
         return _C.direct_call(f"dc::{name}", refuse)(*arguments)
 
     empty = torch.empty(0)
