@@ -31,7 +31,15 @@ void copyParts(std::span<const CopyPart> parts) {
     return;
   }
   for (const CopyPart& part : parts) {
-    part.to.copy_(part.from);
+    copyElements(part);
+  }
+}
+
+void copyElements(const CopyPart& part) {
+  if (part.to.sizes() == part.from.sizes()) [[likely]] {
+    part.to.copy_(part.from, /*non_blocking=*/true);
+  } else {
+    part.to.view({-1}).copy_(part.from.reshape({-1}), /*non_blocking=*/true);
   }
 }
 

@@ -11,7 +11,8 @@
 
 namespace dc {
 
-// `to` becomes `from`, cast where the dtypes differ. Flat and as long; on one device.
+// `to` becomes `from`, cast where the dtypes differ: as many elements, one after the other in the order of their own
+// shapes. On one device; `to` is contiguous.
 struct CopyPart {
   at::Tensor to;
   at::Tensor from;
@@ -34,6 +35,8 @@ class DeviceKernels {
 void setDeviceKernels(at::DeviceType type, DeviceKernels* kernels);
 
 void copyParts(std::span<const CopyPart> parts);
+// One part, by ATen.
+void copyElements(const CopyPart& part);
 
 // Of floating-point and complex tensors on `device`, in at least 32 bits each; a 64-bit number on `device`.
 at::Tensor sumOfSquares(const std::vector<at::Tensor>& tensors, at::Device device);

@@ -65,7 +65,7 @@ void CustomOpExecutor::abandonBackward() {
   reduce_buckets_->forget(this);
   comm_->placeTensors(nullptr);
   for (const std::int64_t id : newly_accumulated_) {
-    has_acc_grad_[id] = false;
+    has_acc_grad_.erase(id);
   }
   backward_open_ = false;
 }
@@ -198,7 +198,7 @@ void CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor&
 }
 
 bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
-  bool& accumulated = has_acc_grad_[param.getId()];
+  const bool accumulated = has_acc_grad_.contains(param.getId());
   bool add = accumulated;
   if (implicit_ && !accumulated && param.isPartitioned()) {
     // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
@@ -213,8 +213,8 @@ bool CustomOpExecutor::noteAccumulation(const DSParam& param) {
   }
   if (!accumulated) {
     newly_accumulated_.push_back(param.getId());
+    has_acc_grad_.insert(param.getId());
   }
-  accumulated = true;
   return add;
 }
 
@@ -242,7 +242,7 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
     } else if (arrived.for_good && param.adoptGradMemory(grad)) {
       context_->stats.gradients_in_place.fetch_add(1, std::memory_order_relaxed);
     } else {
-      const CopyPart part{param.gradMemory(), grad.reshape({-1})};
+      const CopyPart part{param.gradMemory(), grad};
       copyParts({&part, 1});
     }
     return;
@@ -282,7 +282,7 @@ void CustomOpExecutor::enter(const ArrivedGradient& arrived) {
           return;
         }
         const bool padded = slice.numel() > numel;
-        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, source.reshape({-1})};
+        const CopyPart part{padded ? slice.narrow(0, 0, numel) : slice, source};
         copyParts({&part, 1});
         if (padded) {
           slice.narrow(0, numel, slice.numel() - numel).zero_();
@@ -491,7 +491,7 @@ void CustomOpExecutor::endBackward() {
     order_->finish(rest);
   } else {
     for (const std::int64_t id : order_->expected()) {
-      if (present_.count(id) == 0) {
+      if (!present_.contains(id)) {
         rest.push_back({id, at::Tensor()});  // it may still have a gradient that was kept from earlier backwards
       }
     }

@@ -80,7 +80,7 @@ class CustomOpExecutor {
   // What is trainable has changed: the order of the gradients is learned again.
   void forgetOrder();
 
-  bool hasParam(std::int64_t ds_id) const { return members_.count(ds_id) > 0; }
+  bool hasParam(std::int64_t ds_id) const { return members_.contains(ds_id); }
   const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
   // True between startBackward (or the first gradient) and endBackward.
   bool backwardOpen() const { return backward_open_; }
@@ -94,7 +94,7 @@ class CustomOpExecutor {
   // empty: as that says. The same on all ranks, from the next backward on.
   void planFlushes(std::vector<bool> after);
   // Parameters that no rank had a gradient for in the last backward.
-  const std::unordered_set<std::int64_t>& withoutGradient() const { return without_gradient_; }
+  const IdSet& withoutGradient() const { return without_gradient_; }
 
   const std::shared_ptr<Context>& context() const { return context_; }
 
@@ -141,7 +141,7 @@ class CustomOpExecutor {
   // Ordered, so that all ranks flush the dtypes in one order.
   std::map<at::ScalarType, std::vector<ReduceTask>> reduce_tasks_;
   // Shared by all graphs of the runtime: parameters whose gradient buffer is to be added to.
-  std::unordered_map<std::int64_t, bool>& has_acc_grad_;
+  IdSet& has_acc_grad_;
   bool param_updated_ = true;
   bool pre_div_reduce_;
   std::shared_ptr<Context> context_;
@@ -179,7 +179,7 @@ class CustomOpExecutor {
     std::shared_ptr<const at::Tensor> counts;  // there when the reduction has run
   };
 
-  std::unordered_set<std::int64_t> members_;
+  IdSet members_;
   std::optional<ReductionOrder> order_;  // made at the first backward, when the ranks have agreed on what is trainable
   bool order_learned_ = false;
   std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
@@ -196,10 +196,10 @@ class CustomOpExecutor {
   bool given_for_good_ = false;
   bool ending_ = false;  // while endBackward flushes what is left
   std::int64_t autograd_task_ = -1;
-  std::unordered_set<std::int64_t> present_;  // parameters that this rank has had a gradient for in this backward
+  IdSet present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;
   std::shared_ptr<const at::Tensor> last_presence_;  // of the bucket that was flushed last
-  std::unordered_set<std::int64_t> without_gradient_;
+  IdSet without_gradient_;
   bool settle_later_ = false;
   bool unsettled_ = false;
   bool had_surplus_ = false;  // then every backward is waited for

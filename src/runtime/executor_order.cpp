@@ -87,7 +87,7 @@ void CustomOpExecutor::readPresence() {
   }
   for (const Presence& presence : presence_) {
     for (const std::int64_t id : presence.ids) {
-      if (present_.count(id) == 0) {
+      if (!present_.contains(id)) {
         without_gradient_.insert(id);
       }
     }

@@ -1,6 +1,7 @@
 // An error that was noticed where nothing can be thrown, for the next call that can.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@ class LateError {
     if (!message_) {
       message_ = std::move(message);
     }
+    there_ = true;
   }
 
   // The same for an error after which nothing works any more: every raise() throws it.
@@ -29,10 +31,14 @@ class LateError {
 
   // Throws what was set, once.
   void raise() {
+    if (!there_) [[likely]] {
+      return;
+    }
     std::optional<std::string> message;
     {
       const std::lock_guard lock(mutex_);
       message = for_good_ ? message_ : std::exchange(message_, std::nullopt);
+      there_ = for_good_;
     }
     if (message) {
       fail(*message);
@@ -40,6 +46,7 @@ class LateError {
   }
 
  private:
+  std::atomic<bool> there_{false};  // every operator asks
   std::mutex mutex_;
   std::optional<std::string> message_;
   bool for_good_ = false;

@@ -45,7 +45,7 @@ class CudaKernels final : public DeviceKernels {
     std::map<std::pair<Number, Number>, std::vector<Piece>> casts;
     for (const CopyPart& part : parts) {
       if (!plain(part)) {
-        part.to.copy_(part.from, /*non_blocking=*/true);
+        copyElements(part);
         continue;
       }
       const auto to = numberOf(part.to.scalar_type());
@@ -56,7 +56,7 @@ class CudaKernels final : public DeviceKernels {
       } else if (to && from) {
         casts[{*to, *from}].push_back(piece);
       } else {
-        part.to.copy_(part.from, /*non_blocking=*/true);
+        copyElements(part);
       }
     }
     C10_CUDA_CHECK(movePieces(moves.data(), static_cast<int>(moves.size()), stream));

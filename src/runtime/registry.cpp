@@ -16,10 +16,10 @@ void DSParamRegistry::registerParam(std::int64_t ds_id, const std::vector<std::i
   if (ds_tensor.numel() > 0) {
     ids_by_place_.emplace(placeOf(ds_tensor), Placed{ds_id, ds_tensor.storage().getWeakStorageImpl()});
   }
-  entries_.emplace(ds_id, Entry{DSParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned,
-                                        offset, persistent),
-                                {},
-                                0});
+  entries_.put(ds_id, Entry{DSParam(ds_id, ds_shape, std::move(ds_tensor), std::move(grad_buffer), partitioned, offset,
+                                    persistent),
+                            {},
+                            0});
   ids_.push_back(ds_id);
 }
 
@@ -39,17 +39,9 @@ std::int64_t DSParamRegistry::idOf(const at::Tensor& shard) const {
   return found->second.id;
 }
 
-const DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) const {
-  const auto found = entries_.find(ds_id);
-  check(found != entries_.end(), [&] {
-    return concat("no parameter with id ", ds_id, " is registered; ", ids_.size(),
-                  " parameters are. Register it with register_param (ZeRO-1, 2) or register_z3_param (ZeRO-3)");
-  });
-  return found->second;
-}
-
-DSParamRegistry::Entry& DSParamRegistry::entry(std::int64_t ds_id) {
-  return const_cast<Entry&>(std::as_const(*this).entry(ds_id));
+void DSParamRegistry::failUnknown(std::int64_t ds_id) const {
+  fail("no parameter with id ", ds_id, " is registered; ", ids_.size(),
+       " parameters are. Register it with register_param (ZeRO-1, 2) or register_z3_param (ZeRO-3)");
 }
 
 GatheredParam& DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor) {

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "deepcompile/runtime/ids.h"
 #include "deepcompile/runtime/param.h"
 #include "deepcompile/runtime/stream.h"
 
@@ -29,7 +29,7 @@ class DSParamRegistry {
   void registerParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_shape, at::Tensor ds_tensor,
                      at::Tensor grad_buffer, bool partitioned, std::int64_t offset, bool persistent);
 
-  bool hasParam(std::int64_t ds_id) const { return entries_.find(ds_id) != entries_.end(); }
+  bool hasParam(std::int64_t ds_id) const { return entries_.find(ds_id) != nullptr; }
   const DSParam& getParam(std::int64_t ds_id) const { return entry(ds_id).param; }
   DSParam& getParam(std::int64_t ds_id) { return entry(ds_id).param; }
   // The parameter whose shard lies where `shard` does; an error when there is none. Empty shards cannot be told apart.
@@ -59,7 +59,7 @@ class DSParamRegistry {
   int& holders(std::int64_t ds_id) { return entry(ds_id).holders; }
 
   // Parameters whose grad_buffer holds gradients that later reductions must add to.
-  std::unordered_map<std::int64_t, bool>& accumulated() { return accumulated_; }
+  IdSet& accumulated() { return accumulated_; }
   // True when an optimizer step followed the last backward, so that the next reduction overwrites.
   bool updateFollowed() const { return update_followed_; }
   void setUpdateFollowed(bool followed) { update_followed_ = followed; }
@@ -70,13 +70,19 @@ class DSParamRegistry {
     std::vector<GatheredParam> gathered;
     int holders = 0;
   };
-  const Entry& entry(std::int64_t ds_id) const;
-  Entry& entry(std::int64_t ds_id);
+  Entry& entry(std::int64_t ds_id) const {
+    Entry* const found = entries_.find(ds_id);
+    if (found == nullptr) [[unlikely]] {
+      failUnknown(ds_id);
+    }
+    return *found;
+  }
+  [[noreturn]] void failUnknown(std::int64_t ds_id) const;
 
   using Place = std::pair<const void*, std::int64_t>;  // storage and offset
   static Place placeOf(const at::Tensor& shard);
 
-  std::unordered_map<std::int64_t, Entry> entries_;
+  IdMap<Entry> entries_;
   // The place's storage is held weakly: its address is not used for another storage while the registry compares with
   // it.
   struct Placed {
@@ -85,7 +91,7 @@ class DSParamRegistry {
   };
   std::map<Place, Placed> ids_by_place_;
   std::vector<std::int64_t> ids_;
-  std::unordered_map<std::int64_t, bool> accumulated_;
+  IdSet accumulated_;
   bool update_followed_ = true;
 };
 

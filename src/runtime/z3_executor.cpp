@@ -86,7 +86,7 @@ void Z3CustomOpExecutor::endBackward() {
     gathered_.clear();
   }
   // A forward that was run again in the backward (checkpointing) may have stopped before its releases.
-  for (const std::int64_t id : std::exchange(gathered_in_backward_, {})) {
+  for (const std::int64_t id : std::exchange(gathered_in_backward_, {}).ids()) {
     drop(id, ReleasedSize::Zero);
   }
   if (!context_->profiling && communicates() && !unsettled()) {
@@ -127,7 +127,7 @@ void Z3CustomOpExecutor::reductionsSettled() {
 void Z3CustomOpExecutor::publishGradients() {
   for (const std::int64_t id : ds_ids_) {
     const DSParam& param = param_registry_->getParam(id);
-    if (!param.trainable() || withoutGradient().count(id) > 0 || (comm_->size() == 1 && reduced_.count(id) == 0)) {
+    if (!param.trainable() || withoutGradient().contains(id) || (comm_->size() == 1 && !reduced_.contains(id))) {
       continue;
     }
     const at::Tensor& shard = param.getDSTensor();

@@ -145,12 +145,12 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   LocalGradients local_;
   std::shared_ptr<ReplayFollower> follower_;
   std::unordered_map<std::int64_t, Uses> uses_;     // of parameters partly released in this pass
-  std::unordered_set<std::int64_t> held_;           // gathered for this graph and not released by it
+  IdSet held_;                                      // gathered for this graph and not released by it
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet
-  std::unordered_set<std::int64_t> reduced_;        // parameters with a reduction in this backward
-  std::unordered_set<std::int64_t> gathered_in_backward_;
+  IdSet reduced_;                                   // parameters with a reduction in this backward
+  IdSet gathered_in_backward_;
   std::unordered_set<std::int64_t> reloading_;
-  std::unordered_map<std::int64_t, std::string> release_messages_;  // made once: a release must be cheap
+  IdMap<std::string> release_messages_;  // made once: a release must be cheap
 };
 
 }  // namespace dc

@@ -22,7 +22,7 @@ bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
 }
 
 void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
-  if (held_.insert(ds_id).second) {
+  if (held_.insert(ds_id)) {
     ++param_registry_->holders(ds_id);
   }
 }
@@ -68,10 +68,14 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   if (!buffer.free_after.trivial()) {
     gather_.stream->wait(buffer.free_after, context_->deadline());
   }
-  GatherPart part{shard.dim() == 1 ? shard : shard.view({-1}),
-                  rawTensor(buffer.memory.get(), {padded}, wanted.dtype, shard.device())};
-  return {std::move(part),
-          makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder)};
+  void* const memory = buffer.memory.get();
+  at::Tensor gathered =
+      makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder);
+  if (gather_.comm->size() == 1 && padded == param.numel()) {
+    return {{shard, gathered}, gathered};  // copied in the caller's own order, whatever its shape
+  }
+  return {{shard.dim() == 1 ? shard : shard.view({-1}), rawTensor(memory, {padded}, wanted.dtype, shard.device())},
+          std::move(gathered)};
 }
 
 namespace {
@@ -305,7 +309,7 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
   if (context_->profiling) {
     return;
   }
-  check(!context_->config.debug || held_.count(ds_id) > 0, [&] {
+  check(!context_->config.debug || held_.contains(ds_id), [&] {
     return concat("release_param: ", param.describe(),
                   " is not gathered by this graph, or was released by all its users "
                   "already (graph ",
@@ -335,7 +339,7 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
 }
 
 void Z3CustomOpExecutor::drop(std::int64_t ds_id, ReleasedSize size) {
-  if (held_.erase(ds_id) == 0) {
+  if (!held_.erase(ds_id)) {
     return;
   }
   if (--param_registry_->holders(ds_id) == 0 && !param_registry_->getParam(ds_id).isPersistent()) {
@@ -344,17 +348,18 @@ void Z3CustomOpExecutor::drop(std::int64_t ds_id, ReleasedSize size) {
 }
 
 void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
-  std::string& message = release_messages_[ds_id];
-  if (message.empty()) {
-    message = concat(param_registry_->getParam(ds_id).describe(),
-                     " is read after its storage was freed by release_param (graph ", graph_id_, ", ", place(),
-                     "); gather it again, or count this use in n_users");
+  const std::string* message = release_messages_.find(ds_id);
+  if (message == nullptr) {
+    message =
+        &release_messages_.put(ds_id, concat(param_registry_->getParam(ds_id).describe(),
+                                             " is read after its storage was freed by release_param (graph ", graph_id_,
+                                             ", ", place(), "); gather it again, or count this use in n_users"));
   }
   for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
     if (context_->config.debug) {
       context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
     }
-    releaseStorage(copy.tensor, message, context_->config.debug, size);
+    releaseStorage(copy.tensor, *message, context_->config.debug, size);
     context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
   }
   param_registry_->unregisterGatheredParam(ds_id);

@@ -119,7 +119,7 @@ ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) 
 
 void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
   int& holders = param_registry_->holders(wanted.id);
-  if (held_.erase(wanted.id) > 0) {
+  if (held_.erase(wanted.id)) {
     --holders;
   }
   if (holders > 0) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 import time
@@ -34,6 +36,20 @@ def test_the_operators_are_called_directly() -> None:
     for operator in operators():
         for called in (operator, operator.overloadpacket):
             assert called._op.__name__ == "direct_call"
+
+
+def test_a_call_needs_no_frame_of_python_and_the_operator_is_what_it_was() -> None:
+    for operator in operators():
+        assert isinstance(operator, torch._ops.OpOverload)
+        assert isinstance(operator.overloadpacket, torch._ops.OpOverloadPacket)
+        assert operator.overloadpacket.default is operator
+        for called in (operator, operator.overloadpacket):
+            assert type(called).__call__ is called._op
+        assert copy.deepcopy(operator) is operator
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(ops.wait_allgather.default, (graph.placeholder("a"), 0, 0)))
+    restored = pickle.loads(pickle.dumps(torch.fx.GraphModule({}, graph)))
+    assert [node.target for node in restored.graph.nodes if node.op == "call_function"] == [ops.wait_allgather.default]
 
 
 def refuse(*arguments: object, **keywords: object) -> None:
