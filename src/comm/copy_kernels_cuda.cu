@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kThreads) copyKernel(const __grid_constant__ L
   }
 }
 
-// Bits as they are, for every type.
-template <typename Word>
-__global__ void __launch_bounds__(kThreads) moveKernel(const __grid_constant__ Launch launch) {
-  const Part part = partOf(launch, kElementsPerBlock);
+// Bits as they are, for every type. A block takes fewer words where there is only one piece, so that more take part.
+template <typename Word, typename SomeLaunch, std::int64_t kPerBlock>
+__global__ void __launch_bounds__(kThreads) moveKernel(const __grid_constant__ SomeLaunch launch) {
+  const Part part = partOf(launch, kPerBlock);
   const Piece& work = launch.pieces[part.piece];
   const Word* from = static_cast<const Word*>(work.from) + part.begin;
   Word* to = static_cast<Word*>(work.to) + part.begin;
@@ -109,7 +109,15 @@ cudaError_t castPieces(Number to, Number from, const Piece* pieces, int count, c
 }
 
 cudaError_t movePieces(const Piece* pieces, int count, cudaStream_t stream) {
-  return launchAll(moveKernel<uint4>, pieces, count, stream);
+  return launchAll(moveKernel<uint4, Launch, kElementsPerBlock>, pieces, count, stream);
+}
+
+cudaError_t movePiece(const Piece& piece, cudaStream_t stream) {
+  using OneLaunch = LaunchOf<Piece, 1>;
+  constexpr std::int64_t kPerBlock = 4 * kThreads;
+  return inLaunches<OneLaunch>(&piece, 1, kPerBlock, [&](const OneLaunch& launch, int blocks) {
+    moveKernel<uint4, OneLaunch, kPerBlock><<<blocks, kThreads, 0, stream>>>(launch);
+  });
 }
 
 cudaError_t delay(std::int64_t microseconds, cudaStream_t stream) {
