@@ -108,7 +108,8 @@ class StepPlanner:
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
-        if self._config.memory_budget is not None:
+        if self._config.memory_budget is not None or sharding.runtime.device.type == "cuda":
+            # There activations can have what a layer has been done with; a host would make the pages anew.
             sharding.runtime.keep_idle_memory(False)
         self.use_budget(self.budget)
         self._facts: dict[str, ParamFacts] = {}

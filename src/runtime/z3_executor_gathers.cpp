@@ -289,11 +289,7 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
     if (by_dtype && copy.tensor.scalar_type() != v.scalar_type()) {
       continue;
     }
-    if (!copy.waited) {
-      context_->await(copy.ready);
-      copy.ready = Event();
-      copy.waited = true;
-    }
+    awaitCopy(copy);
     if (context_->config.debug && isGuard(v) && v.sizes() == copy.tensor.sizes()) {
       v.unsafeGetTensorImpl()->set_storage_keep_dtype(copy.tensor.storage());
     }
@@ -365,9 +361,12 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   param_registry_->unregisterGatheredParam(ds_id);
 }
 
+// From here on the caller's own order is enough: when the copy is released its memory can go to the allocator at once,
+// and need not stay until the host, which may be a whole pass ahead of a device, sees that the gather has ended.
 void Z3CustomOpExecutor::awaitCopy(GatheredParam& copy) {
   if (!copy.waited) {
     context_->await(copy.ready);
+    setFreeAfter(copy.tensor, Event());
     copy.ready = Event();
     copy.waited = true;
   }

@@ -276,6 +276,35 @@ def test_the_sum_of_the_squares_of_many_tensors_is_right_and_has_the_same_bits_e
     run_ranks(1, sums_squares)
 
 
+def gives_memory_back_ahead_of_the_device(rank: int, world: int) -> None:
+    from deepcompile import dc
+    from z3_fixture import gather, release, start, whole_parameter
+
+    shape = (1 << 18,)
+    shards, _ = start(rank, world, count=4, shape=shape)
+    dc._runtime().keep_idle_memory(False)
+    gather(shards[0], 0)
+    release(0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    idle, copies = [], []
+    for index, shard in enumerate(shards):
+        copies.append(gather(shard, index) * 1)
+        release(index)
+        idle.append(dc.stats()["buffer_bytes_idle"])
+    after = torch.cuda.Event()
+    after.record()
+    assert not after.query(), "the device is to be far behind the host here"
+    assert idle == [0] * len(shards)
+    for index, copy in enumerate(copies):
+        assert torch.equal(copy, whole_parameter(index, shape)), "another gather wrote to the memory too early"
+
+
+@needs_gpu
+def test_memory_of_a_released_parameter_is_free_before_the_device_has_read_it():
+    run_ranks(2, gives_memory_back_ahead_of_the_device)
+
+
 @needs_gpu
 def test_the_host_does_not_wait_for_the_device_in_a_step():
     run_ranks(2, runs_ahead)
