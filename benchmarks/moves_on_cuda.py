@@ -22,7 +22,8 @@ MOVED_MIB = (16, 64, 256)
 ROUNDS = 30
 #: Within a step of the engine, where nobody changes a shard, the ranks need not meet before every gather.
 KNOWN = "symmetric memory, known step"
-HOW = (KNOWN, "symmetric memory", "NCCL")
+REGISTERED = "NCCL, registered memory"
+HOW = (KNOWN, "symmetric memory", REGISTERED, "NCCL")
 REDUCED_MIB = (1, 16, 64, 256)
 #: Ways of reductions, and what asks for them.
 REDUCED = {"symmetric memory": "always", "NCCL": "never", "as measured": "auto"}
@@ -56,7 +57,8 @@ def gathers(rank: int, world: int, folder: str, pipe: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     found: dict[str, float] = {}
     for how in HOW:
-        runtime = dc.Runtime(None, {"timeout": 60, "symmetric_memory": how != "NCCL"}, device="cuda")
+        memory = {"symmetric_memory": "symmetric" in how, "registered_memory": how == REGISTERED}
+        runtime = dc.Runtime(None, {"timeout": 60, **memory}, device="cuda")
         sizes = {mib: mib * 2**20 // 2 for mib in GATHERED_MIB}  # elements of bf16
         shards = {}
         for index, (mib, elements) in enumerate(sizes.items()):

@@ -17,6 +17,7 @@ set(cuda_sources
     bindings/cuda.cpp
     comm/nccl_api.cpp
     comm/nccl_communicator_cuda.cpp
+    comm/nccl_memory_cuda.cpp
     comm/symmetric_communicator_cuda.cpp
     comm/symmetric_heap_cuda.cpp
     comm/symmetric_reductions_cuda.cpp

@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import Backend, Store
 
 class Config:
     symmetric_memory: bool
+    registered_memory: bool
     double_buffer: bool
     free_activation_threshold: int
     offload_limit: int

@@ -66,9 +66,7 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def open_channels(
-    group: dist.ProcessGroup, timeout: float, device: torch.device, symmetric_memory: bool = False
-) -> Channels:
+def open_channels(group: dist.ProcessGroup, device: torch.device, config: _C.Config) -> Channels:
     """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large, or symmetric
     memory.
     """
@@ -79,7 +77,7 @@ def open_channels(
     def store(purpose: str) -> Store:
         return PrefixStore(f"deepcompile/{name}/{generation}/{purpose}", group.get_group_store())
 
-    limit = datetime.timedelta(seconds=timeout)
+    limit = datetime.timedelta(seconds=config.timeout)
     on_host = _open_on_host(store, group, limit, agreements_alone=device.type != "cpu")
     if device.type == "cpu" or group.size() == 1:
         return Channels(*on_host, store("other"))
@@ -90,11 +88,16 @@ def open_channels(
 
     def open_one(purpose: str) -> _C.Channel:
         channel: _C.Channel = cuda.nccl_channel(
-            store(f"nccl/{purpose}"), group.rank(), group.size(), device.index, timeout
+            store(f"nccl/{purpose}"),
+            group.rank(),
+            group.size(),
+            device.index,
+            timeout=config.timeout,
+            registered=config.registered_memory and purpose == "gather",
         )
         return channel
 
-    if symmetric_memory:
+    if config.symmetric_memory:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # not needed any more in some versions, and needed in others
             enable_symm_mem_for_group(name)
@@ -106,7 +109,7 @@ def open_channels(
                 group.rank(),
                 group.size(),
                 device.index,
-                timeout=timeout,
+                timeout=config.timeout,
                 reduces=purpose == "reduce",
             )
             return channel

@@ -116,6 +116,9 @@ class Config:
     memory_budget: int | Literal["least"] | None = None
     #: Gather and reduce through symmetric memory (CUDA only): shards and gradients are read where the other ranks keep them.
     symmetric_memory: bool = False
+    #: Gather over NCCL into memory that it writes to directly (CUDA only): faster for large parameters, and activations
+    #: cannot have that memory meanwhile.
+    registered_memory: bool = False
     #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
     timeout: float = 300.0
     #: The checks of the runtime's debug mode, at the price of speed.

@@ -49,7 +49,7 @@ class Runtime:
             )
         group = _channels.resolve_group(process_group)
         self.device = _checked_device(group, device)
-        channels = _channels.open_channels(group, native_config.timeout, self.device, native_config.symmetric_memory)
+        channels = _channels.open_channels(group, self.device, native_config)
         self._native = _C.Runtime(
             group,
             native_config,

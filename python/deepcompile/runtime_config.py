@@ -14,6 +14,8 @@ from deepcompile._load import _C
 class RuntimeConfig:
     #: Gather and reduce through symmetric memory (CUDA only).
     symmetric_memory: bool = False
+    #: Gather over NCCL into memory that it writes to directly, and that is used for nothing else (CUDA only).
+    registered_memory: bool = False
     #: Fill one reduce bucket while the other is being reduced.
     double_buffer: bool = True
     #: Elements above which ``free_tensors`` frees an activation.
@@ -73,6 +75,10 @@ def make_config(config: Mapping[str, Any] | object | None) -> _C.Config:
             setattr(native, key, field.default)
     if not 0 < native.timeout < 1e8:
         raise ValueError(f"config key 'timeout' is {native.timeout} seconds; it must be above 0 and below 1e8")
+    if native.symmetric_memory and native.registered_memory:
+        raise ValueError(
+            "config keys 'symmetric_memory' and 'registered_memory' are both set: the former gathers without NCCL"
+        )
     if native.offload_limit < 0:
         raise ValueError(f"config key 'offload_limit' is {native.offload_limit}; it counts bytes, and 0 means no limit")
     if native.free_activation_threshold < 0:

@@ -79,6 +79,7 @@ class Sharding:
                 "pre_div_reduce": config.prescale_gradients,
                 "debug": config.debug,
                 "symmetric_memory": config.symmetric_memory,
+                "registered_memory": config.registered_memory,
             },
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
             device=_device_of(model),

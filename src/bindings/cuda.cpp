@@ -19,11 +19,16 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 class NcclChannel final : public Channel {
  public:
-  NcclChannel(StorePtr store, int rank, int size, int device, double timeout)
-      : store_(std::move(store)), rank_(rank), size_(size), device_(device), timeout_(timeout) {}
+  NcclChannel(StorePtr store, int rank, int size, int device, double timeout, bool registered)
+      : store_(std::move(store)),
+        rank_(rank),
+        size_(size),
+        device_(device),
+        timeout_(timeout),
+        registered_(registered) {}
 
   std::shared_ptr<Communicator> open(std::shared_ptr<Traffic> traffic) const override {
-    return makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::move(traffic));
+    return makeNcclCommunicator(store_, rank_, size_, device_, timeout_, std::move(traffic), registered_);
   }
 
  private:
@@ -32,6 +37,7 @@ class NcclChannel final : public Channel {
   const int size_;
   const int device_;
   const double timeout_;
+  const bool registered_;
 };
 
 class SymmetricChannel final : public Channel {
@@ -76,10 +82,10 @@ PYBIND11_MODULE(_cuda, module) {
   cuda::registerKernels();
   module.def(
       "nccl_channel",
-      [](StorePtr store, int rank, int size, int device, double timeout) -> std::shared_ptr<Channel> {
-        return std::make_shared<NcclChannel>(std::move(store), rank, size, device, timeout);
+      [](StorePtr store, int rank, int size, int device, double timeout, bool registered) -> std::shared_ptr<Channel> {
+        return std::make_shared<NcclChannel>(std::move(store), rank, size, device, timeout, registered);
       },
-      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"),
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("timeout"), py::arg("registered"),
       "Opened by the runtime that it is given to, which is a collective.");
   module.def(
       "symmetric_channel",

@@ -119,6 +119,7 @@ void bindConfig(py::module_& module) {
   py::class_<Config>(module, "Config")
       .def(py::init<>())
       .def_readwrite("symmetric_memory", &Config::symmetric_memory)
+      .def_readwrite("registered_memory", &Config::registered_memory)
       .def_readwrite("double_buffer", &Config::double_buffer)
       .def_readwrite("free_activation_threshold", &Config::free_activation_threshold)
       .def_readwrite("offload_limit", &Config::offload_limit)

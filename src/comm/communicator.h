@@ -90,6 +90,9 @@ class Communicator {
   // packing them first.
   virtual bool takesSeparateTensors() const { return false; }
 
+  // Where results of gathers should lie, and stay; null: anywhere. Lives as long as the communicator.
+  virtual c10::Allocator* memoryOfGathers() { return nullptr; }
+
   // True when the shard of a gather may lie in its own place of the result.
   virtual bool gathersInPlace() const { return false; }
 

@@ -21,8 +21,13 @@ void* openLibrary() {
 }
 
 template <typename Function>
-void load(void* library, const char* name, Function& function) {
+void loadIfThere(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
+}
+
+template <typename Function>
+void load(void* library, const char* name, Function& function) {
+  loadIfThere(library, name, function);
   dc::check(function != nullptr, [&] { return concat("the NCCL library has no function ", name); });
 }
 
@@ -44,6 +49,10 @@ Api loadApi() {
   load(library, "ncclGroupEnd", api.groupEnd);
   load(library, "ncclGetErrorString", api.getErrorString);
   load(library, "ncclGetLastError", api.getLastError);
+  loadIfThere(library, "ncclMemAlloc", api.memAlloc);
+  loadIfThere(library, "ncclMemFree", api.memFree);
+  loadIfThere(library, "ncclCommRegister", api.commRegister);
+  loadIfThere(library, "ncclCommDeregister", api.commDeregister);
   return api;
 }
 

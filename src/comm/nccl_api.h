@@ -47,6 +47,15 @@ struct Api {
   int (*groupEnd)();
   const char* (*getErrorString)(int result);
   const char* (*getLastError)(Comm* comm);
+  // Null in versions before 2.19.
+  int (*memAlloc)(void** memory, std::size_t bytes);
+  int (*memFree)(void* memory);
+  int (*commRegister)(Comm* comm, void* memory, std::size_t bytes, void** registration);
+  int (*commDeregister)(Comm* comm, void* registration);
+
+  bool canRegister() const {
+    return memAlloc != nullptr && memFree != nullptr && commRegister != nullptr && commDeregister != nullptr;
+  }
 
   // Loads the library at the first call. Throws where there is none.
   static const Api& get();

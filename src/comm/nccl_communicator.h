@@ -14,8 +14,10 @@
 namespace dc {
 
 // A collective of `size` ranks that meet at `store`; all must arrive within `timeout` seconds. `device` is the index of
-// this rank's GPU. Ranks may share one where NCCL allows it.
+// this rank's GPU. Ranks may share one where NCCL allows it. `registered`: results of gathers lie in memory that NCCL
+// writes to directly (nccl_memory.h).
 std::shared_ptr<Communicator> makeNcclCommunicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                   int device, double timeout, std::shared_ptr<Traffic> traffic);
+                                                   int device, double timeout, std::shared_ptr<Traffic> traffic,
+                                                   bool registered = false);
 
 }  // namespace dc

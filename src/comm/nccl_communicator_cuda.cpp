@@ -13,6 +13,7 @@
 #include "deepcompile/base/error.h"
 #include "deepcompile/comm/nccl_api.h"
 #include "deepcompile/comm/nccl_communicator.h"
+#include "deepcompile/comm/nccl_memory.h"
 
 namespace dc {
 namespace {
@@ -52,11 +53,16 @@ bool even(const ReducePart& part) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(nccl::Comm* comm, int rank, int size, int device, std::shared_ptr<Traffic> traffic)
-      : Communicator(rank, size, std::move(traffic)), device_(static_cast<c10::DeviceIndex>(device)), comm_(comm) {}
+  NcclCommunicator(nccl::Comm* comm, int rank, int size, int device, std::shared_ptr<Traffic> traffic, bool registered)
+      : Communicator(rank, size, std::move(traffic)), device_(static_cast<c10::DeviceIndex>(device)), comm_(comm) {
+    if (registered) {
+      memory_ = std::make_shared<NcclMemory>(comm, device_);
+    }
+  }
 
   ~NcclCommunicator() override {
     if (nccl::Comm* comm = comm_.exchange(nullptr); comm != nullptr) {
+      closeMemory(/*orderly=*/true);
       Api::get().commDestroy(comm);
     }
   }
@@ -65,6 +71,8 @@ class NcclCommunicator final : public Communicator {
   bool averageDividesFirst() const override { return true; }
   bool takesSeparateTensors() const override { return true; }  // grouped calls are one launch
   bool travelsAsItLies(const at::Tensor&) const override { return true; }
+
+  c10::Allocator* memoryOfGathers() override { return memory_.get(); }
 
   std::optional<std::string> brokenBy() override {
     const std::lock_guard lock(mutex_);
@@ -79,6 +87,7 @@ class NcclCommunicator final : public Communicator {
   void abort() override {
     const std::lock_guard lock(mutex_);
     if (nccl::Comm* comm = comm_.exchange(nullptr); comm != nullptr) {
+      closeMemory(/*orderly=*/false);
       Api::get().commAbort(comm);
     }
   }
@@ -178,6 +187,12 @@ class NcclCommunicator final : public Communicator {
     return static_cast<int>(op == ReduceOp::Average ? nccl::RedOp::Avg : nccl::RedOp::Sum);
   }
 
+  void closeMemory(bool orderly) {
+    if (memory_ != nullptr) {
+      memory_->close(orderly);
+    }
+  }
+
   nccl::Stream current() const { return c10::cuda::getCurrentCUDAStream(device_).stream(); }
 
   nccl::Comm* open() const {
@@ -208,12 +223,14 @@ class NcclCommunicator final : public Communicator {
   const c10::DeviceIndex device_;
   std::mutex mutex_;  // abort() against brokenBy(), which the watchdog calls
   std::atomic<nccl::Comm*> comm_;
+  std::shared_ptr<NcclMemory> memory_;  // null: gathers go to any memory
 };
 
 }  // namespace
 
 std::shared_ptr<Communicator> makeNcclCommunicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                   int device, double timeout, std::shared_ptr<Traffic> traffic) {
+                                                   int device, double timeout, std::shared_ptr<Traffic> traffic,
+                                                   bool registered) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const auto limit = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000));
   nccl::UniqueId id{};
@@ -244,7 +261,7 @@ std::shared_ptr<Communicator> makeNcclCommunicator(const c10::intrusive_ptr<c10d
   std::memcpy(id.bytes, received.data(), sizeof(id.bytes));
   nccl::Comm* comm = nullptr;
   nccl::check(Api::get().commInitRank(&comm, size, id, rank), "ncclCommInitRank");
-  return std::make_shared<NcclCommunicator>(comm, rank, size, device, std::move(traffic));
+  return std::make_shared<NcclCommunicator>(comm, rank, size, device, std::move(traffic), registered);
 }
 
 }  // namespace dc

@@ -69,6 +69,9 @@ void BufferPool::makeRoom(std::int64_t bytes) {
 // Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still
 // write to stays: the allocator knows nothing of our events.
 void BufferPool::dropIdle(std::int64_t bytes) {
+  if (keep_ == Keep::ForGood) {
+    return;
+  }
   for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {
     std::vector<Buffer>& buffers = size->second;
     for (auto buffer = buffers.begin(); buffer != buffers.end() && bytes > 0;) {

@@ -25,7 +25,11 @@ struct Buffer {
 
 class BufferPool {
  public:
-  explicit BufferPool(c10::Allocator* allocator) : allocator_(allocator) {}
+  // ForGood: what the pool has taken it keeps, whatever it is told below. For memory that is dear to make.
+  enum class Keep { AsLongAsUseful, ForGood };
+
+  explicit BufferPool(c10::Allocator* allocator, Keep keep = Keep::AsLongAsUseful)
+      : allocator_(allocator), keep_(keep) {}
 
   // At least `bytes` bytes. The caller orders its use after `free_after`. Only buffers of the same size are used again:
   // layers repeat their sizes.
@@ -54,6 +58,7 @@ class BufferPool {
   void dropIdle(std::int64_t bytes);
 
   c10::Allocator* const allocator_;
+  const Keep keep_;
   mutable std::mutex mutex_;
   std::map<std::int64_t, std::vector<Buffer>> idle_;  // by size
   std::int64_t live_ = 0;

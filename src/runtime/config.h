@@ -8,6 +8,8 @@ namespace dc {
 struct Config {
   // Gather through symmetric memory. CUDA only; refused elsewhere.
   bool symmetric_memory = false;
+  // Gather over NCCL into memory that it writes to directly. CUDA only; refused elsewhere.
+  bool registered_memory = false;
   // Fill one reduce bucket while the other is being reduced.
   bool double_buffer = true;
   // Elements above which free_tensors frees an activation.

@@ -41,6 +41,13 @@ bool reducible(at::ScalarType dtype) {
          at::isComplexType(dtype);
 }
 
+std::shared_ptr<BufferPool> makePool(Communicator& gather, at::Device device) {
+  if (c10::Allocator* memory = gather.memoryOfGathers(); memory != nullptr) {
+    return std::make_shared<BufferPool>(memory, BufferPool::Keep::ForGood);
+  }
+  return std::make_shared<BufferPool>(c10::GetAllocator(device.type()));
+}
+
 }  // namespace
 
 Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context,
@@ -52,7 +59,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       bucket_size_(initial_reduce_bucket_size),
       registry_(std::make_shared<DSParamRegistry>()),
       device_(device),
-      pool_(std::make_shared<BufferPool>(c10::GetAllocator(device.type()))),
+      pool_(makePool(*channels_.gather, device)),
       reduce_buckets_(std::make_shared<DoubleBufferedReduceBucket>(
           initial_reduce_bucket_size, context_->config.double_buffer, device, channels_.reduce)),
       mode_(context_->size == 1 ? CpuStreamMode::Inline
@@ -79,6 +86,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
   }
   check(!context_->config.symmetric_memory || !device_.is_cpu(),
         "symmetric_memory needs CUDA; leave the key out or set it to false for parameters on CPU");
+  check(!context_->config.registered_memory || !device_.is_cpu(),
+        "registered_memory needs CUDA; leave the key out or set it to false for parameters on CPU");
   check(context_->config.timeout > 0,
         [&] { return concat("timeout is ", context_->config.timeout, " seconds; it must be above 0"); });
   setTimeouts();
@@ -138,7 +147,7 @@ void Runtime::setTimeouts() {
 std::string Runtime::facts() const {
   const Config& config = context_->config;
   return concat("configuration: pre_div_reduce ", config.pre_div_reduce, ", debug ", config.debug,
-                ", reduce bucket of ", bucket_size_, " elements\n");
+                ", registered_memory ", config.registered_memory, ", reduce bucket of ", bucket_size_, " elements\n");
 }
 
 Runtime::~Runtime() { close(); }

@@ -84,6 +84,8 @@ def rejects_configuration(rank: int, world: int) -> None:
     rejects(ValueError, "initial_reduce_bucket_size is 0", None, {}, 0)
     rejects(ValueError, "'timeout' is -1", None, {"timeout": -1}, 10)
     rejects(RuntimeError, "symmetric_memory needs CUDA", None, {"symmetric_memory": True}, 10)
+    rejects(RuntimeError, "registered_memory needs CUDA", None, {"registered_memory": True}, 10)
+    rejects(ValueError, "are both set", None, {"symmetric_memory": True, "registered_memory": True}, 10)
 
     class Settings:
         debug = True  # of the class

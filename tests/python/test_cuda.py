@@ -64,6 +64,63 @@ def test_random_delays_of_the_streams_change_no_bit_of_two_hundred_steps(world: 
     assert calm[0][-1] < 0.5 * calm[0][0]
 
 
+def gathers_into_registered_memory(rank: int, world: int) -> None:
+    from deepcompile import dc
+    from z3_fixture import GRAPH, shard_of
+
+    runtime = dc.Runtime(None, {"timeout": 30, "registered_memory": True}, device="cuda")
+    torch.manual_seed(3)
+    wholes = [torch.randn(size) for size in (5, 1 << 16, 3 << 20, (3 << 20) + 7)]  # the last two in NCCL's memory
+    shards = [shard_of(whole, rank, world) for whole in wholes]
+    for index, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+        runtime.register_z3_param(index, whole.shape, shard, None)
+    runtime.register_graph_z3(GRAPH, list(range(len(wholes))))
+    kept = []
+    for turn in range(3):
+        for shard in shards:
+            shard += 1
+        torch.ops.dc.prefetch_params_fused(GRAPH, shards[2:], [2, 3])
+        for index, whole in enumerate(wholes):
+            gathered = torch.ops.dc.allgather_param(shards[index], GRAPH, index)
+            gathered = torch.ops.dc.wait_allgather(gathered, GRAPH, index)
+            assert torch.equal(gathered, whole + (turn + 1)), (turn, index)
+            if turn == 2:
+                kept.append(gathered)
+            else:
+                torch.ops.dc.release_param(gathered, GRAPH, index, 1)
+    assert runtime.stats()["buffers_taken"] == 3 * len(wholes)
+    assert runtime.stats()["buffers_reused"] == 2 * len(wholes), "memory is to be used again, not made anew"
+    runtime.cleanup()
+    for gathered, whole in zip(kept, wholes, strict=True):
+        assert torch.equal(gathered, whole + 3), "what the caller holds lives on"
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_into_memory_that_is_registered_with_nccl_are_right_and_use_it_again(world: int):
+    run_ranks(world, gathers_into_registered_memory)
+
+
+def compiled_losses(rank: int, world: int, registered: bool) -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024))
+    config = {"timeout": 60, "registered_memory": registered}
+    engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), config)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    losses = []
+    for _ in range(6):
+        loss = engine(torch.randn(8, 1024, generator=generator)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+@needs_gpu
+def test_training_with_registered_memory_has_the_bits_of_training_without():
+    assert run_ranks(2, compiled_losses, True) == run_ranks(2, compiled_losses, False)
+
+
 @needs_gpu
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])

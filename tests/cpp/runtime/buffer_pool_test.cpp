@@ -78,6 +78,21 @@ TEST_F(BufferPoolTest, WhatWasOnceInUseCanBeForgotten) {
   EXPECT_EQ(pool_.idle(), 0);  // room for no more than is in use
 }
 
+TEST_F(BufferPoolTest, APoolThatKeepsForGoodGivesNothingBackBeforeItGoes) {
+  {
+    BufferPool pool(&allocator_, BufferPool::Keep::ForGood);
+    pool.keepIdle(false);
+    pool.give(pool.take(5000));
+    pool.give(pool.take(1000));
+    pool.trim();
+    pool.forgetMost();
+    pool.give(pool.take(5000));
+    EXPECT_EQ(allocator_.allocations(), 2);
+    EXPECT_EQ(allocator_.held(), pool.idle());
+  }
+  EXPECT_EQ(allocator_.held(), 0);
+}
+
 TEST_F(BufferPoolTest, ABufferThatWasGivenBackServesTheNextOfItsSizeWithoutTheAllocator) {
   Buffer buffer = pool_.take(1000);
   void* const memory = buffer.memory.get();
