@@ -6,7 +6,7 @@ for each way of training:
 
 ``peak``       the most bytes within a step
 ``predicted``  what the planner said that would be
-``held``       shards, gradients and states of this rank, which are there all the time
+``held``       shards and states of this rank, which are there all the time, and gradients where they are, too
 ``idle``       memory that the pool of gathered parameters keeps between steps
 ``step``       what a step needs beyond these
 ``gathered``   the most of gathered parameters at once (in ``idle`` where the pool keeps it, else in ``step``)
@@ -136,16 +136,15 @@ def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, fo
     step_bytes = meter.peak() - compiled
     more = meter.blocks(now=False) - blocks
     # The process also holds what is no tensor: what it holds of tensors is known better than measured.
+    # Gradients that are let go with the update come and go within the step.
+    stay = engine is not None and not engine.sharding.lets_gradients_go
     found: dict[str, Any] = {
-        "held": parameters * (4 if engine is not None else 3) // RANKS,
+        "held": parameters * (4 if stay else 3) // RANKS,
         "idle": 0,
         "step": step_bytes,
     }
     found["blocks"] = [(size // 1024, count) for size, count in sorted(more.items(), reverse=True)[:4]]
-    if engine is None:  # its gradients come and go within the step
-        found["held"] += parameters // RANKS
-        found["step"] -= parameters // RANKS
-    else:
+    if engine is not None:
         stats = engine.stats()
         found["gathered"] = stats["gathered_bytes_peak"]
         found["idle"] = stats["buffer_bytes_idle"] + stats["bucket_bytes"]

@@ -52,7 +52,7 @@ class Engine(EngineSurface):
         self._said_skip = False
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
         on_cpu = self.sharding.runtime.device.type == "cpu"
-        self._lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
+        self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
@@ -246,7 +246,7 @@ class Engine(EngineSurface):
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for param in group["params"]:
                 param.grad = None
-        if self._lets_gradients_go:
+        if self.sharding.lets_gradients_go:
             self.sharding.runtime.let_gradients_go()
 
     @property

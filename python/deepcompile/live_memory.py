@@ -15,6 +15,9 @@ from torch import fx
 #: Operators whose result lies in the memory of their first argument.
 _VIEWS = {"view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "split"}
 _VIEWS |= {"_unsafe_view", "reshape", "detach", "split_with_sizes", "unbind", "as_strided", "diagonal"}
+#: Operators that write into a copy of their first argument: a compiler writes into the argument where nobody reads it later.
+_WRITES = {"index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"}
+_WRITES |= {"slice_scatter", "select_scatter"}
 #: Read element by element, so that what makes their input can be computed inside them.
 _READS_BY_ELEMENT = {"sum", "mean", "amax", "amin", "any", "var", "var_mean", "prod", "argmax", "argmin"}
 
@@ -48,6 +51,14 @@ def storages(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
+def _written_over(node: fx.Node) -> fx.Node | None:
+    """The node whose memory the result takes over, where there is one."""
+    source = node.args[0] if node.args else None
+    if getattr(node.target, "_opname", "") not in _WRITES or not isinstance(source, fx.Node):
+        return None
+    return source if source.op == "call_function" and len(source.users) == 1 and not is_view(source) else None
+
+
 def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
@@ -68,6 +79,10 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
     nodes ``elsewhere``. ``fuses``: what is read element by element is computed where it is read.
     """
     storage = storages(graph)
+    for node in graph.nodes if fuses else ():
+        over = _written_over(node)
+        if over is not None and tensor_bytes(over.meta.get("val")) == tensor_bytes(node.meta.get("val")):
+            storage = {key: storage[over] if base is node else base for key, base in storage.items()}
     counted = {node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
     counted -= {storage[node] for node in elsewhere}
     inlined = {node for node in counted if fuses and _is_inlined(node)}
@@ -92,10 +107,10 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
         own = storage[node] is node and node in counted and node not in inlined
         live += tensor_bytes(node.meta.get("val")) if own else 0
         result[node] = live
-        over = [base for base in ends.get(node, ()) if base in counted and base not in inlined]
+        done = [base for base in ends.get(node, ()) if base in counted and base not in inlined]
         if own and node not in last:
-            over.append(node)  # nobody reads it
-        live -= sum(tensor_bytes(base.meta.get("val")) for base in over if storage[base] is base)
+            done.append(node)  # nobody reads it
+        live -= sum(tensor_bytes(base.meta.get("val")) for base in done if storage[base] is base)
     return result
 
 

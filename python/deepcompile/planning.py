@@ -198,6 +198,7 @@ class StepPlanner:
             recorded.machine if recorded else self.machine,
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
+            self._sharding.lets_gradients_go,
         )
         keeps = not step.trains or recorded is not None or self._may_keep(step)
         try:

@@ -86,6 +86,8 @@ class Sharding:
         )
         #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
+        #: Whether memory for gradients is taken when they come, and goes with the update: an engine's choice.
+        self.lets_gradients_go = False
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
         #: Runs of compiled graphs that train, while somebody wants to know of them.

@@ -87,23 +87,31 @@ def step_graph_text(
     *,
     micro_batches: int = 1,
     kept: Iterable[str] = (),
+    late_gradients: bool = False,
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
     it, backward segment that reads it last); ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
-    all the time.
+    all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
+    update.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
     stays = {param for param in params if facts[param].stays} | set(kept)
+    updated = [p for p in params if BACKWARD in graphs and facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
     for param in params.values():
         fact = facts[param.name]
         options = f"bytes={param.bytes}B shard={fact.shard_bytes}B"
         if fact.grad_bytes:
-            options += f" grad={fact.grad_bytes}B accum={fact.sum_bytes}B state={fact.state_bytes}B"
+            late = late_gradients and param.name in updated
+            options += f" grad={fact.grad_bytes}B accum={0 if late else fact.sum_bytes}B state={fact.state_bytes}B"
         options += " persistent" if param.name in stays else ""
         lines.append(f"param {param.name} {options}{'' if fact.grad_bytes else ' frozen'}")
+    lines += [f"buffer gradient:{p} bytes={facts[p].sum_bytes}B gradient" for p in updated if late_gradients]
     for micro in range(micro_batches):
         lines += [f"buffer {buffer}{_suffix(micro)} bytes={size}B" for buffer, size, _, _ in saved]
+    # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
+    to_come = set(updated) if late_gradients else set()
+    reduced: list[str] = []
     for micro in range(micro_batches):
         for phase, segments in graphs.items():
             for index, segment in enumerate(segments.segments):
@@ -112,16 +120,21 @@ def step_graph_text(
                 grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
                 line += f" uses={','.join(segment.uses)}" if segment.uses else ""
                 line += f" grads={','.join(grads)}" if grads else ""
-                verb, place = ("makes", 2) if phase == FORWARD else ("reads", 3)
+                place = 2 if phase == FORWARD else 3
                 buffers = [f"{entry[0]}{_suffix(micro)}" for entry in saved if entry[place] == index]
-                line += f" {verb}={','.join(buffers)}" if buffers else ""
+                made, read = (buffers + reduced, []) if phase == FORWARD else (reduced, buffers)
+                line += f" reads={','.join(read)}" if read else ""
+                line += f" makes={','.join(made)}" if made else ""
+                reduced = [f"gradient:{grad}" for grad in grads if grad in to_come]
+                to_come -= set(grads)
                 workspace = segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
                 line += f" workspace={workspace}B" if workspace else ""
                 lines.append(line)
-    if BACKWARD in graphs:
-        updated = [p for p in params if facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
-        if updated:
-            lines.append(f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}")
+    if updated:
+        line = f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}"
+        line += f" makes={','.join(reduced)}" if reduced else ""
+        there = [f"gradient:{p}" for p in updated if late_gradients and f"gradient:{p}" not in reduced]
+        lines.append(line + (f" reads={','.join(there)}" if there else ""))
     return "\n".join(lines) + "\n"
 
 

@@ -32,8 +32,10 @@ class Inputs:
     machine: planner.Machine
     budget: int  # bytes; 0: the least that holds the step
     strategy: str
+    late_gradients: bool = False  # see step_graph_text
 
-    def plan(self, micro_batches: int, kept: Iterable[str] = ()) -> tuple[str, planner.Plan]:
+    def plan(self, micro_batches: int, kept: Iterable[str] = (), later: bool = False) -> tuple[str, planner.Plan]:
+        """``later``: gradients of earlier micro-batches are there already."""
         text = step_graph_text(
             self.name,
             self.graphs,
@@ -44,6 +46,7 @@ class Inputs:
             self.update_seconds,
             micro_batches=micro_batches,
             kept=kept,
+            late_gradients=self.late_gradients and not later,
         )
         graph = planner.StepGraph(text, self.name)
         budget = self.budget or planner.least_budget(graph, self.machine)
@@ -66,7 +69,7 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
     by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
     while True:
         try:
-            _, micro = inputs.plan(1, by_size)
+            _, micro = inputs.plan(1, by_size, later=True)
             break
         except planner.BudgetError:
             # The plan of the whole let go of some before its last use of them, which a graph that runs again cannot.

@@ -33,6 +33,7 @@ struct Buffer {
   Index alias_buffer = kNone;  // a view of another buffer: holds no bytes of its own
   Index alias_param = kNone;   // a view of a gathered parameter: reading it is a use of the parameter
   bool input = false;          // there from the start of the step, held to its end
+  bool gradient = false;       // where reduced gradients add up, taken when there are some; stays on the device
 
   bool operator==(const Buffer&) const = default;
 };

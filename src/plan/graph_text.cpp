@@ -155,12 +155,16 @@ class GraphParser {
       } else if (field.key.text == "input") {
         flag(field);
         buffer.input = true;
+      } else if (field.key.text == "gradient") {
+        flag(field);
+        buffer.gradient = true;
       } else {
-        in_.fail(field.key, unknown("field of buffer", field.key.text, {"bytes", "alias", "input"}));
+        in_.fail(field.key, unknown("field of buffer", field.key.text, {"bytes", "alias", "input", "gradient"}));
       }
     }
-    if ((buffer.alias_buffer != kNone || buffer.alias_param != kNone) && (buffer.bytes != 0 || buffer.input)) {
-      in_.fail(in_.words()[1], "an alias has no bytes of its own and is no input");
+    if ((buffer.alias_buffer != kNone || buffer.alias_param != kNone) &&
+        (buffer.bytes != 0 || buffer.input || buffer.gradient)) {
+      in_.fail(in_.words()[1], "an alias has no bytes of its own and is neither an input nor a gradient");
     }
     graph_.buffers.push_back(std::move(buffer));
   }
@@ -290,7 +294,7 @@ std::string print(const StepGraph& graph) {
     } else {
       out += " bytes=" + exactBytes(buffer.bytes);
     }
-    out += buffer.input ? " input\n" : "\n";
+    out += concat(buffer.input ? " input" : "", buffer.gradient ? " gradient\n" : "\n");
   }
   for (const Node& node : graph.nodes) {
     out += concat("node ", node.name, " ", name(node.kind), " time=", exactNanos(node.time),

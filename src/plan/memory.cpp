@@ -97,7 +97,7 @@ class Replay {
   Bytes node(const Node& node, Index slot) {
     Bytes transient = node.workspace;
     for (const Index buffer : node.makes) {
-      buffers_ += graph_.buffers[buffer].bytes;
+      kindOf(buffer) += graph_.buffers[buffer].bytes;
     }
     for (const Index param : node.grads) {
       if (graph_.stage == 1) {
@@ -109,10 +109,12 @@ class Replay {
     }
     const Bytes during = total() + transient;
     for (const Index buffer : last_[slot]) {
-      buffers_ -= graph_.buffers[buffer].bytes;
+      kindOf(buffer) -= graph_.buffers[buffer].bytes;
     }
     return during;
   }
+
+  Bytes& kindOf(Index buffer) { return graph_.buffers[buffer].gradient ? accums_ : buffers_; }
 
   Bytes& kind(const Item& item) {
     return item.kind == ItemKind::State ? states_ : item.kind == ItemKind::Shard ? shards_ : buffers_;

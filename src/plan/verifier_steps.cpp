@@ -117,7 +117,8 @@ void Verifier::offload(const Item& item, Index op) {
   };
   if (item.kind == ItemKind::Buffer) {
     BufferState& b = buffers_[item.id];
-    if (graph_.buffers[item.id].alias_param != kNone || graph_.buffers[item.id].input) {
+    const Buffer& buffer = graph_.buffers[item.id];
+    if (buffer.alias_param != kNone || buffer.input || buffer.gradient) {
       refuse(Property::WellFormed, concat("'", nameOf(graph_, item), "' cannot be offloaded"));
     }
     leave(b.place, b.op);

@@ -83,7 +83,10 @@ def trains(rank: int, world: int, budget: int | str | None, backend: str, size: 
         "idle": engine.stats()["buffer_bytes_idle"],
     }
     if step.plan is not None:
-        held = sum(f.shard_bytes + f.sum_bytes + f.state_bytes for f in engine.sharding.planner._facts.values())
+        facts = engine.sharding.planner._facts.values()
+        held = sum(fact.shard_bytes + fact.state_bytes for fact in facts)
+        if not engine.sharding.lets_gradients_go:
+            held += sum(fact.sum_bytes for fact in facts)
         found["planned"] = gathered_as_planned(step.plan.planned, sizes)
         found["budget"] = step.plan.planned.budget
         found["predicted"] = step.plan.planned.peak_bytes - held
@@ -91,12 +94,12 @@ def trains(rank: int, world: int, budget: int | str | None, backend: str, size: 
     return found
 
 
-def test_the_least_budget_gathers_little_and_the_peak_is_as_predicted() -> None:
+def test_under_the_least_budget_the_whole_model_is_never_gathered_and_the_peak_is_as_predicted() -> None:
     losses, _ = train_unsharded(make_run(None, "inductor", 128), 2)
     for rank, one in enumerate(run_ranks(2, trains, "least", "inductor", 128, environment=INLINE)):
         assert one["losses"] == pytest.approx(losses[rank], rel=1e-4)
         assert one["gathered"] <= one["planned"] + one["working set"]
-        assert one["planned"] < one["whole"] / 2
+        assert one["planned"] < one["whole"]  # some stay while gradients do not need the memory yet
         assert one["idle"] == 0  # for whatever else needs memory
         # Of so small a model activations are a good part, of which a compiler decides in the end; and where parameters are
         # read where the shards lie, none of them takes memory.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import torch
 from torch import fx, nn
@@ -12,7 +15,17 @@ from deepcompile import plan as planner
 from deepcompile.profile import measured_machine, segment_seconds
 from deepcompile.segments import GATHER, PREFETCH, cut, mark_params
 from deepcompile.sharding import sharding_of
-from deepcompile.step_plan import FORWARD, GraphPlan, Launch, ParamFacts, Take, apply_plan, step_graph_text, step_plan
+from deepcompile.step_plan import (
+    BACKWARD,
+    FORWARD,
+    GraphPlan,
+    Launch,
+    ParamFacts,
+    Take,
+    apply_plan,
+    step_graph_text,
+    step_plan,
+)
 from harness import run_ranks
 
 
@@ -108,6 +121,46 @@ def from_planner(rank: int, world: int, strategy: str) -> None:
     result = step_plan(text, planned, {FORWARD: segments}, facts)
     assert apply_plan(module, result.graphs[FORWARD])
     assert torch.equal(module(*inputs), expected)
+
+
+def says_when_gradients_come(rank: int, world: int) -> None:
+    module, _ = traced()
+    segments = cut(module)
+    names = list(segments.params)
+    backward = dataclasses.replace(
+        segments, segments=[dataclasses.replace(s, grads=list(s.uses), uses=[]) for s in segments.segments]
+    )
+    facts = {name: ParamFacts(64, 128, 64, False, sum_bytes=1 << 20) for name in names}
+    graphs = {FORWARD: segments, BACKWARD: backward}
+    seconds = {phase: [1e-3] * len(graph.segments) for phase, graph in graphs.items()}
+
+    def peak(micro_batches: int = 1, **how: bool) -> tuple[int, str]:
+        text = step_graph_text("test", graphs, facts, 2, seconds, [], micro_batches=micro_batches, **how)
+        graph = planner.StepGraph(text)
+        planned = planner.plan(graph, planner.preset("2xcpu"), strategy="on_demand")
+        held = dict(json.loads(planned.json())["held_at_peak"])
+        assert held["gradient shards"] == len(names) << 20, "at the end of the backward all are there"
+        return planned.peak_bytes, text
+
+    (resident, _), (late, text) = peak(), peak(late_gradients=True)
+    assert late <= resident
+    for name in names:
+        assert f"buffer gradient:{name} bytes={1 << 20}B gradient" in text
+        assert len([line for line in text.splitlines() if " makes=" in line and f"gradient:{name}" in line]) == 1
+    # A forward with much in it does not meet the gradients.
+    busy = [("saved", 8 << 20, 0, 0)]
+    texts = [step_graph_text("t", graphs, facts, 2, seconds, busy, late_gradients=late) for late in (False, True)]
+    least = [planner.least_budget(planner.StepGraph(text), planner.preset("2xcpu")) for text in texts]
+    assert least[0] - least[1] >= (len(names) - 1) << 20
+    # Over several micro-batches they come with the first.
+    _, text = peak(micro_batches=2, late_gradients=True)
+    makers = [line.split()[1] for line in text.splitlines() if " makes=" in line and "gradient:" in line]
+    assert makers
+    assert set(makers) <= {f"b{index}" for index in range(len(backward.segments))} | {"f0@1"}
+
+
+def test_a_step_graph_says_when_memory_for_gradients_is_taken() -> None:
+    run_ranks(1, says_when_gradients_come)
 
 
 @pytest.mark.parametrize("strategy", ["on_demand", "per_block", "published", "planned"])

@@ -114,7 +114,7 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
   std::vector<std::size_t> mine;
   std::vector<Index> order;
   for (std::size_t b = 0; b < graph_.buffers.size(); ++b) {
-    if (usage_.buffer_made[b] != kNone && graph_.buffers[b].bytes > 0) {
+    if (usage_.buffer_made[b] != kNone && graph_.buffers[b].bytes > 0 && !graph_.buffers[b].gradient) {
       order.push_back(static_cast<Index>(b));
     }
   }
