@@ -70,7 +70,8 @@ def gathers_into_registered_memory(rank: int, world: int) -> None:
 
     runtime = dc.Runtime(None, {"timeout": 30, "registered_memory": True}, device="cuda")
     torch.manual_seed(3)
-    wholes = [torch.randn(size) for size in (5, 1 << 16, 3 << 20, (3 << 20) + 7)]  # the last two in NCCL's memory
+    # Whole numbers, so that sums are exact. The last two lie in NCCL's memory.
+    wholes = [torch.randint(0, 1000, (size,)).float() for size in (5, 1 << 16, 3 << 20, (3 << 20) + 7)]
     shards = [shard_of(whole, rank, world) for whole in wholes]
     for index, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
         runtime.register_z3_param(index, whole.shape, shard, None)
