@@ -82,6 +82,11 @@ def open_channels(group: dist.ProcessGroup, device: torch.device, config: _C.Con
     if device.type == "cpu" or group.size() == 1:
         return Channels(*on_host, store("other"))
     if _C.communicator_choice() == "c10d":
+        if config.registered_memory or config.symmetric_memory:
+            raise ValueError(
+                "DEEPCOMPILE_COMMUNICATOR=c10d leaves memory to the process group: set neither registered_memory nor "
+                "symmetric_memory with it"
+            )
         own = group._get_backend(device)
         return Channels(own, own, on_host[2], store("other"))
     cuda = require_cuda()

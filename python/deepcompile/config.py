@@ -290,6 +290,11 @@ def _check_values(config: Config) -> None:
     require(fp16.loss_scale_window >= 1, "fp16.loss_scale_window", fp16.loss_scale_window, "it counts steps")
     require(fp16.hysteresis >= 1, "fp16.hysteresis", fp16.hysteresis, "it counts overflows, from 1")
     require(fp16.min_loss_scale > 0, "fp16.min_loss_scale", fp16.min_loss_scale, "it must be above 0")
+    if config.registered_memory and budget is not None:
+        raise ConfigError(
+            "config keys 'registered_memory' and 'memory_budget' are both set: registered memory stays with gathered "
+            "parameters, and a budget counts on its being free for others"
+        )
     if config.bf16.enabled and fp16.enabled:
         raise ConfigError("config keys 'bf16.enabled' and 'fp16.enabled' are both true; choose one")
     strategies = ("auto", "planned", "published", "per_block", "on_demand")

@@ -53,6 +53,8 @@ class Engine(EngineSurface):
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
         on_cpu = self.sharding.runtime.device.type == "cpu"
         self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
+        if self.sharding.lets_gradients_go:
+            self.sharding.runtime.let_gradients_go()
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model

@@ -56,6 +56,8 @@ def _written_over(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if getattr(node.target, "_opname", "") not in _WRITES or not isinstance(source, fx.Node):
         return None
+    if source in torch.utils._pytree.tree_leaves(node.args[1:]):
+        return None
     return source if source.op == "call_function" and len(source.users) == 1 and not is_view(source) else None
 
 
@@ -79,9 +81,14 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
     nodes ``elsewhere``. ``fuses``: what is read element by element is computed where it is read.
     """
     storage = storages(graph)
+    elsewhere = list(elsewhere)
     for node in graph.nodes if fuses else ():
         over = _written_over(node)
-        if over is not None and tensor_bytes(over.meta.get("val")) == tensor_bytes(node.meta.get("val")):
+        if (
+            over is not None
+            and over not in elsewhere
+            and tensor_bytes(over.meta.get("val")) == tensor_bytes(node.meta.get("val"))
+        ):
             storage = {key: storage[over] if base is node else base for key, base in storage.items()}
     counted = {node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
     counted -= {storage[node] for node in elsewhere}

@@ -187,6 +187,9 @@ class StepPlanner:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
         recorded = step.recorded
+        keeps = not step.trains or recorded is not None or self._may_keep(step)
+        # Where the plan is of one of several micro-batches the sums of the earlier ones are there from its start.
+        of_all = (self._config.gradient_accumulation_steps or 1) == 1 or (keeps and recorded is None)
         inputs = Inputs(
             step.name,
             step.graphs,
@@ -198,9 +201,8 @@ class StepPlanner:
             recorded.machine if recorded else self.machine,
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
-            self._sharding.lets_gradients_go,
+            self._sharding.lets_gradients_go and of_all,
         )
-        keeps = not step.trains or recorded is not None or self._may_keep(step)
         try:
             if recorded:
                 step.plan = _plan_recorded(inputs, recorded)

@@ -27,7 +27,10 @@ c10::DataPtr NcclMemory::allocate(std::size_t bytes) {
   }
   const c10::cuda::CUDAGuard device(device_);
   auto block = std::make_unique<Block>(Block{shared_from_this(), nullptr, nullptr});
-  nccl::check(Api::get().memAlloc(&block->memory, bytes), "ncclMemAlloc");
+  if (Api::get().memAlloc(&block->memory, bytes) != 0) {
+    c10::cuda::CUDACachingAllocator::emptyCache();  // PyTorch keeps what nobody uses
+    nccl::check(Api::get().memAlloc(&block->memory, bytes), "ncclMemAlloc");
+  }
   const std::lock_guard lock(mutex_);
   if (comm_ != nullptr) {
     if (const int result = Api::get().commRegister(comm_, block->memory, bytes, &block->registration); result != 0) {
@@ -40,22 +43,29 @@ c10::DataPtr NcclMemory::allocate(std::size_t bytes) {
   return {memory, block.release(), &NcclMemory::giveBack, at::Device(at::kCUDA, device_)};
 }
 
-// The device may be at work on the memory, and NCCL takes it away at once.
+// The device may be at work on the memory, and NCCL takes it away at once. Nothing can be thrown here, and a device
+// that has failed must not keep the rest from being done.
 void NcclMemory::giveBack(void* given) {
   const std::unique_ptr<Block> block(static_cast<Block*>(given));
   NcclMemory& owner = *block->owner;
-  try {
-    const c10::cuda::CUDAGuard device(owner.device_);
-    C10_CUDA_CHECK(cudaDeviceSynchronize());
+  const auto warn = [](bool failed, const char* operation) {
+    if (failed) {
+      log(LogLevel::Warning, concat("while giving registered memory back: ", operation, " failed"));
+    }
+  };
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(owner.device_);
+  warn(cudaDeviceSynchronize() != cudaSuccess, "cudaDeviceSynchronize");
+  {
     const std::lock_guard lock(owner.mutex_);
     owner.blocks_.erase(block.get());
     if (owner.comm_ != nullptr && block->registration != nullptr) {
-      nccl::check(Api::get().commDeregister(owner.comm_, block->registration), "ncclCommDeregister");
+      warn(Api::get().commDeregister(owner.comm_, block->registration) != 0, "ncclCommDeregister");
     }
-    nccl::check(Api::get().memFree(block->memory), "ncclMemFree");
-  } catch (const std::exception& error) {
-    log(LogLevel::Warning, concat("while giving registered memory back: ", error.what()));
   }
+  warn(Api::get().memFree(block->memory) != 0, "ncclMemFree");
+  cudaSetDevice(before);
 }
 
 void NcclMemory::copy_data(void* to, const void* from, std::size_t bytes) const {

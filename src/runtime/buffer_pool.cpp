@@ -58,7 +58,7 @@ void BufferPool::setLimit(std::int64_t bytes) {
 
 void BufferPool::trim() {
   const std::lock_guard lock(mutex_);
-  dropIdle(idle_bytes_);
+  drop(idle_bytes_);
 }
 
 void BufferPool::makeRoom(std::int64_t bytes) {
@@ -66,12 +66,15 @@ void BufferPool::makeRoom(std::int64_t bytes) {
   dropIdle(live_ + idle_bytes_ + bytes - allowed);
 }
 
+void BufferPool::dropIdle(std::int64_t bytes) {
+  if (keep_ != Keep::ForGood) {
+    drop(bytes);
+  }
+}
+
 // Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still
 // write to stays: the allocator knows nothing of our events.
-void BufferPool::dropIdle(std::int64_t bytes) {
-  if (keep_ == Keep::ForGood) {
-    return;
-  }
+void BufferPool::drop(std::int64_t bytes) {
   for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {
     std::vector<Buffer>& buffers = size->second;
     for (auto buffer = buffers.begin(); buffer != buffers.end() && bytes > 0;) {

@@ -25,7 +25,7 @@ struct Buffer {
 
 class BufferPool {
  public:
-  // ForGood: what the pool has taken it keeps, whatever it is told below. For memory that is dear to make.
+  // ForGood: what the pool has taken it keeps until trim(), whatever else it is told. For memory that is dear to make.
   enum class Keep { AsLongAsUseful, ForGood };
 
   explicit BufferPool(c10::Allocator* allocator, Keep keep = Keep::AsLongAsUseful)
@@ -56,6 +56,7 @@ class BufferPool {
  private:
   void makeRoom(std::int64_t bytes);
   void dropIdle(std::int64_t bytes);
+  void drop(std::int64_t bytes);
 
   c10::Allocator* const allocator_;
   const Keep keep_;

@@ -226,6 +226,10 @@ std::shared_ptr<Stream> makeDeviceStream(at::Device device, std::string name, st
   return std::make_shared<DeviceStream>(device, std::move(name), std::move(watchdog));
 }
 
+std::int64_t currentStream(at::Device device) {
+  return device.is_cpu() ? 0 : static_cast<std::int64_t>(VirtualGuardImpl(device.type()).getStream(device).id());
+}
+
 std::shared_ptr<Stream> makeCallerStream(at::Device device) { return std::make_shared<CallerStream>(device); }
 
 }  // namespace dc

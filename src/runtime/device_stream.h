@@ -6,6 +6,7 @@
 // record_stream.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -18,6 +19,9 @@ namespace dc {
 
 // A stream of its own. `watchdog` (may be null) sees that watched work ends.
 std::shared_ptr<Stream> makeDeviceStream(at::Device device, std::string name, std::shared_ptr<Watchdog> watchdog);
+
+// Which stream of `device` is current for the caller: a number that is the same for the same stream. 0 on CPU.
+std::int64_t currentStream(at::Device device);
 
 // Whatever stream is current for the caller.
 std::shared_ptr<Stream> makeCallerStream(at::Device device);

@@ -14,20 +14,10 @@ namespace dc {
 class LateError {
  public:
   // The first one stays.
-  void set(std::string message) {
-    const std::lock_guard lock(mutex_);
-    if (!message_) {
-      message_ = std::move(message);
-    }
-    there_ = true;
-  }
+  void set(std::string message) { keep(std::move(message), false); }
 
   // The same for an error after which nothing works any more: every raise() throws it.
-  void setForGood(std::string message) {
-    set(std::move(message));
-    const std::lock_guard lock(mutex_);
-    for_good_ = true;
-  }
+  void setForGood(std::string message) { keep(std::move(message), true); }
 
   // Throws what was set, once.
   void raise() {
@@ -46,6 +36,15 @@ class LateError {
   }
 
  private:
+  void keep(std::string message, bool for_good) {
+    const std::lock_guard lock(mutex_);
+    if (!message_) {
+      message_ = std::move(message);
+    }
+    for_good_ = for_good_ || for_good;
+    there_ = true;
+  }
+
   std::atomic<bool> there_{false};  // every operator asks
   std::mutex mutex_;
   std::optional<std::string> message_;

@@ -19,6 +19,7 @@ namespace dc {
 struct GatheredParam {
   at::Tensor tensor;          // true shape
   Event ready;                // passes when the gather is complete
+  std::int64_t caller = 0;    // the stream that its memory was taken on (currentStream)
   bool waited = false;        // someone was ordered after it
   bool valid = true;          // the shard has not changed since
   std::uint32_t version = 0;  // of the shard, when it was gathered

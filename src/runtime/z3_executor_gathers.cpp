@@ -10,6 +10,7 @@
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/device_stream.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/storage_guard.h"
 #include "deepcompile/runtime/z3_executor.h"
@@ -225,7 +226,10 @@ void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
     copy.ready = ready;
-    copy.waited = context_->config.sync_after_allgather;
+    copy.caller = ready.trivial() ? 0 : currentStream(copy.tensor.device());
+    if (context_->config.sync_after_allgather) {
+      awaitCopy(copy);
+    }
     if (!launched[i].part.full.defined()) {
       read_in_place_.push_back(wanted[i]);
     }
@@ -361,15 +365,21 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   param_registry_->unregisterGatheredParam(ds_id);
 }
 
-// From here on the caller's own order is enough: when the copy is released its memory can go to the allocator at once,
-// and need not stay until the host, which may be a whole pass ahead of a device, sees that the gather has ended.
+// Where the caller is on the stream that the memory was taken on, its own order is enough from here on: when the copy
+// is released the memory can go to the allocator at once, and need not stay until the host, which may be a whole pass
+// ahead of a device, sees that the gather has ended.
 void Z3CustomOpExecutor::awaitCopy(GatheredParam& copy) {
-  if (!copy.waited) {
-    context_->await(copy.ready);
-    setFreeAfter(copy.tensor, Event());
-    copy.ready = Event();
-    copy.waited = true;
+  if (copy.waited) {
+    return;
   }
+  if (!copy.ready.trivial()) {
+    context_->await(copy.ready);
+    if (currentStream(copy.tensor.device()) == copy.caller) {
+      setFreeAfter(copy.tensor, Event());
+    }
+    copy.ready = Event();
+  }
+  copy.waited = true;
 }
 
 }  // namespace dc

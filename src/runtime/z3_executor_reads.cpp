@@ -174,6 +174,7 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
     record(RecordedOp::Kind::Gather, wanted, true, mark);
     mark = context_->recorder->mark();
     context_->await(ready);
+    setFreeAfter(launched.tensor, Event());  // the caller is ordered after it, on the stream that the memory is of
     tensor = launched.tensor;
   }
   record(RecordedOp::Kind::Wait, wanted, true, mark);

@@ -59,6 +59,7 @@ def test_dict_file_and_dataclass_give_the_same(tmp_path) -> None:
         ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' is 0; it must be at least 1"),
         ({"gradient_clipping": float("nan")}, "'gradient_clipping' is nan"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "are both true; choose one"),
+        ({"registered_memory": True, "memory_budget": "least"}, "'registered_memory' and 'memory_budget' are both set"),
         ({"compile": {"backend": "inductr"}}, "it must be one of 'inductor', 'aot_eager'"),
         ({"compile": {"mode": "replay", "profile_steps": 0}}, "replay records at least one iteration"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer' is not supported: optim"),

@@ -37,6 +37,14 @@ def test_a_table_that_is_read_later_is_copied_before_rows_are_written() -> None:
     assert most(reads_both, index, rows) >= 2 * TABLE
 
 
+def test_a_table_whose_own_rows_are_written_is_copied_first() -> None:
+    def writes_itself(index: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(1000, 64)
+        return torch.ops.aten.index_put.default(table, [index], table, True).sum()
+
+    assert most(writes_itself, torch.zeros(1000, dtype=torch.long)) >= 2 * TABLE
+
+
 def test_an_input_is_not_written_over() -> None:
     def writes(table: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.index_put.default(table, [index], rows, True).sum()

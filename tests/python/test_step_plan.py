@@ -26,6 +26,7 @@ from deepcompile.step_plan import (
     step_graph_text,
     step_plan,
 )
+from deepcompile.whole_step import Inputs, plan_whole_step
 from harness import run_ranks
 
 
@@ -152,6 +153,15 @@ def says_when_gradients_come(rank: int, world: int) -> None:
     texts = [step_graph_text("t", graphs, facts, 2, seconds, busy, late_gradients=late) for late in (False, True)]
     least = [planner.least_budget(planner.StepGraph(text), planner.preset("2xcpu")) for text in texts]
     assert least[0] - least[1] >= (len(names) - 1) << 20
+    # In every micro-batch but the first they are there from the start, and what its graphs do holds for all.
+    inputs = Inputs("t", graphs, facts, 2, seconds, busy, 1e-3, planner.preset("2xcpu"), 1 << 30, "on_demand", True)
+
+    def sums_at_peak(micro_batches: int) -> int:
+        return dict(json.loads(plan_whole_step(inputs, micro_batches).micro.json())["held_at_peak"]).get(
+            "gradient shards", 0
+        )
+
+    assert sums_at_peak(1) < sums_at_peak(2) == len(names) << 20
     # Over several micro-batches they come with the first.
     _, text = peak(micro_batches=2, late_gradients=True)
     makers = [line.split()[1] for line in text.splitlines() if " makes=" in line and "gradient:" in line]

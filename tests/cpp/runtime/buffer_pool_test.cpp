@@ -78,17 +78,20 @@ TEST_F(BufferPoolTest, WhatWasOnceInUseCanBeForgotten) {
   EXPECT_EQ(pool_.idle(), 0);  // room for no more than is in use
 }
 
-TEST_F(BufferPoolTest, APoolThatKeepsForGoodGivesNothingBackBeforeItGoes) {
+TEST_F(BufferPoolTest, APoolThatKeepsForGoodGivesNothingBackBeforeItIsAskedOrGoes) {
   {
     BufferPool pool(&allocator_, BufferPool::Keep::ForGood);
     pool.keepIdle(false);
     pool.give(pool.take(5000));
     pool.give(pool.take(1000));
-    pool.trim();
     pool.forgetMost();
     pool.give(pool.take(5000));
     EXPECT_EQ(allocator_.allocations(), 2);
     EXPECT_EQ(allocator_.held(), pool.idle());
+    pool.trim();
+    EXPECT_EQ(allocator_.held(), 0);
+    pool.give(pool.take(1000));
+    EXPECT_GT(allocator_.held(), 0);
   }
   EXPECT_EQ(allocator_.held(), 0);
 }
