@@ -19,6 +19,6 @@ def install() -> None:
         packet = getattr(getattr(torch.ops, namespace), operator)
         for called in (packet, packet.default):
             called._op = _C.direct_call(name, called._op)
-            # PyTorch's own __call__ calls self._op, at the price of a frame of Python: a fifth of a gather, wait and release.
+            # PyTorch's own __call__ calls self._op from a frame of Python: a fifth of a gather, wait and release.
             called.__class__ = type(type(called).__name__, (type(called),), {"__call__": called._op, "__slots__": ()})
         _register_builtin(packet._op, name)  # TorchScript knows operators by the function that they call
