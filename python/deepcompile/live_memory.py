@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,23 +42,27 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._opname in _VIEWS
 
 
-def storages(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one that made the memory in which its value lies."""
+def storages(graph: fx.Graph, spared: Container[fx.Node] | None = None) -> dict[fx.Node, fx.Node]:
+    """For each node the one that made the memory in which its value lies. With ``spared``: as a compiler has it, which
+    writes over values that nobody else reads, except those.
+    """
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = node.args[0] if is_view(node) and node.args else None
-        found[node] = found[source] if isinstance(source, fx.Node) else node
+        source = node.args[0] if node.args else None
+        lies_there = is_view(node) or (spared is not None and source not in spared and _writes_over(node))
+        found[node] = found[source] if lies_there and isinstance(source, fx.Node) else node
     return found
 
 
-def _written_over(node: fx.Node) -> fx.Node | None:
-    """The node whose memory the result takes over, where there is one."""
-    source = node.args[0] if node.args else None
-    if getattr(node.target, "_opname", "") not in _WRITES or not isinstance(source, fx.Node):
-        return None
-    if source in torch.utils._pytree.tree_leaves(node.args[1:]):
-        return None
-    return source if source.op == "call_function" and len(source.users) == 1 and not is_view(source) else None
+def _writes_over(node: fx.Node) -> bool:
+    """Whether a compiler writes the result over the first argument."""
+    if getattr(node.target, "_opname", "") not in _WRITES:
+        return False
+    source, *others = node.args
+    if not isinstance(source, fx.Node) or source.op != "call_function" or is_view(source) or len(source.users) > 1:
+        return False
+    as_large = tensor_bytes(source.meta.get("val")) == tensor_bytes(node.meta.get("val"))
+    return as_large and source not in torch.utils._pytree.tree_leaves(others)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -80,16 +84,8 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
     """By node, the bytes of the values that are there while it runs, its own result included. Not those of inputs and of
     nodes ``elsewhere``. ``fuses``: what is read element by element is computed where it is read.
     """
-    storage = storages(graph)
-    elsewhere = list(elsewhere)
-    for node in graph.nodes if fuses else ():
-        over = _written_over(node)
-        if (
-            over is not None
-            and over not in elsewhere
-            and tensor_bytes(over.meta.get("val")) == tensor_bytes(node.meta.get("val"))
-        ):
-            storage = {key: storage[over] if base is node else base for key, base in storage.items()}
+    elsewhere = set(elsewhere)
+    storage = storages(graph, elsewhere if fuses else None)
     counted = {node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
     counted -= {storage[node] for node in elsewhere}
     inlined = {node for node in counted if fuses and _is_inlined(node)}

@@ -231,6 +231,12 @@ class NcclCommunicator final : public Communicator {
 std::shared_ptr<Communicator> makeNcclCommunicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                    int device, double timeout, std::shared_ptr<Traffic> traffic,
                                                    bool registered) {
+  check(!registered || Api::get().canRegister(), [] {
+    int version = 0;
+    Api::get().getVersion(&version);
+    return concat("registered_memory needs NCCL 2.19 or later, and this is ", version,
+                  "; leave the key out or set it to false");
+  });
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const auto limit = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1000));
   nccl::UniqueId id{};

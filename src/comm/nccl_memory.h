@@ -1,6 +1,6 @@
 // Memory that NCCL writes the results of gathers to directly, without a stop in buffers of its own: made by NCCL and
-// registered with one communicator. Making it takes milliseconds and giving it back stops the device, so whoever takes
-// some keeps it (BufferPool::Keep::ForGood).
+// registered with one communicator. Giving it back stops the device, so whoever takes some keeps it
+// (BufferPool::Keep::ForGood).
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace dc {
 
 class NcclMemory final : public c10::Allocator, public std::enable_shared_from_this<NcclMemory> {
  public:
-  // Throws where the library cannot register memory. The communicator calls close() before it ends.
+  // Where the library can register memory (nccl::Api::canRegister). The communicator calls close() before it ends.
   NcclMemory(nccl::Comm* comm, c10::DeviceIndex device);
   ~NcclMemory() override = default;
 

@@ -12,14 +12,7 @@ namespace dc {
 
 using nccl::Api;
 
-NcclMemory::NcclMemory(nccl::Comm* comm, c10::DeviceIndex device) : device_(device), comm_(comm) {
-  check(Api::get().canRegister(), [] {
-    int version = 0;
-    Api::get().getVersion(&version);
-    return concat("registered_memory needs NCCL 2.19 or later, and this is ", version,
-                  "; leave the key out or set it to false");
-  });
-}
+NcclMemory::NcclMemory(nccl::Comm* comm, c10::DeviceIndex device) : device_(device), comm_(comm) {}
 
 c10::DataPtr NcclMemory::allocate(std::size_t bytes) {
   if (bytes < kLeastBytes) {

@@ -1,5 +1,5 @@
 // Sets and maps of parameter ids. Users choose the ids, and nearly all number them from zero: those are looked up by
-// position, which is a tenth of a hash table's work; every operator does so several times. Not synchronized.
+// position, without a hash or a division; every operator does so several times. Not synchronized.
 #pragma once
 
 #include <bit>
