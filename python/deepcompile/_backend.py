@@ -29,7 +29,7 @@ from deepcompile.segments import (
     only_from_gathers,
     share_gathers,
 )
-from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, apply_plan
+from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, planned_graph
 
 _log = logging.getLogger("deepcompile")
 
@@ -41,6 +41,14 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: An
     unit = _Unit(module, example_inputs)
     kind = unit.backend
     return unit.compile_with_inductor() if kind == "inductor" else unit.compile_for_eager()
+
+
+def load_compiler(kind: str) -> None:
+    """Imports what compiles, which takes seconds, where a model is made ready and not in its first step: ``torch.compile``
+    does so for its own backend.
+    """
+    if kind == "inductor":
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 def _register(registry: ModuleType) -> None:
@@ -172,7 +180,7 @@ class _Unit:
 
     def _compiles(self, inner: Compile) -> Compile:
         def compile_one(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            if not has_gathers(module):
+            if not has_gathers(module.graph):
                 return inner(module, example_inputs, **kwargs)
             phase = BACKWARD if kwargs.get("is_backward") else FORWARD
             if self._step is None or kwargs.get("is_inference"):
@@ -181,22 +189,12 @@ class _Unit:
             else:
                 step = self._step
             context = _surroundings()
-            give_gradients(module)
-            pristine = _copy(module)
+            give_gradients(module.graph)
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:
-                graph = _copy(pristine)
-                if self._runs_alone:
-                    group_calls(graph)
-                    return inner(graph, example_inputs, **kwargs)
-                planned = graph_plan is not None and apply_plan(graph, graph_plan)
-                if graph_plan is not None and not planned:
-                    _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
-                if not planned:
-                    hold_back_gathers(graph)
-                if self.shares_gathers:
-                    share_gathers(graph)
-                return inner(graph, example_inputs, **kwargs)
+                # The compiler gets a graph of its own, which it may change: this one is for other plans.
+                graph = self._rewritten(module.graph, graph_plan, f"the {phase} of {step.name}")
+                return inner(_with_graph(module, graph), example_inputs, **kwargs)
 
             function = with_plan(step.plan.graphs[phase] if step.plan else None)
             compiled = _Compiled(function, step, phase, self._sharding)
@@ -210,10 +208,26 @@ class _Unit:
 
         return compile_one
 
+    def _rewritten(self, graph: fx.Graph, graph_plan: GraphPlan | None, what: str) -> fx.Graph:
+        """A copy with its collectives where they belong: as planned, where there is a plan."""
+        if self._runs_alone:
+            alone = copy.deepcopy(graph)
+            group_calls(alone)
+            return alone
+        result = planned_graph(graph, graph_plan) if graph_plan is not None else None
+        if result is None:
+            if graph_plan is not None:
+                _log.warning("%s is not what was planned; it runs without a plan", what)
+            result = copy.deepcopy(graph)
+            hold_back_gathers(result)
+        if self.shares_gathers:
+            share_gathers(result)
+        return result
 
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """Another graph over the same attributes."""
-    other = fx.GraphModule(module, copy.deepcopy(module.graph))
+
+def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Another graph over the same attributes. It writes the module's code, which for a large graph takes a while: once."""
+    other = fx.GraphModule(module, graph)
     other.meta = dict(module.meta)
     return other
 
@@ -253,4 +267,4 @@ def _partitioner(unit: _Unit) -> Any:
     return Partitioner()
 
 
-__all__ = ["backend"]
+__all__ = ["backend", "load_compiler"]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepcompile import _fused_adam
+from deepcompile._backend import load_compiler
 from deepcompile.clipping import Clipping
 from deepcompile.config import Config
 from deepcompile.drift import Drift
@@ -68,6 +69,7 @@ class Engine(EngineSurface):
 
     def _compile(self) -> None:
         options = self.config.compile
+        load_compiler(options.backend)
         self._forward = torch.compile(
             self.module, backend="deepcompile", dynamic=options.dynamic, fullgraph=options.fullgraph
         )

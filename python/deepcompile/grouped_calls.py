@@ -24,11 +24,10 @@ REDUCE_ALL = torch.ops.dc.reduce_shards.default
 GRADIENTS_A_CALL = 16
 
 
-def group_calls(module: fx.GraphModule) -> None:
-    _gather_together(module.graph)
-    _reduce_together(module.graph)
-    module.graph.lint()
-    module.recompile()
+def group_calls(graph: fx.Graph) -> None:
+    _gather_together(graph)
+    _reduce_together(graph)
+    graph.lint()
 
 
 def _by_graph(nodes: list[fx.Node], argument: int) -> Iterable[list[fx.Node]]:

@@ -156,10 +156,10 @@ class StepPlanner:
         again alone.
         """
         fuses = self._config.compile.backend == "inductor"
-        graphs = {FORWARD: cut(forward, fuses)}
+        graphs = {FORWARD: cut(forward.graph, fuses)}
         saved: list[tuple[str, int, int, int]] = []
         if backward is not None:
-            graphs[BACKWARD] = cut(backward, fuses)
+            graphs[BACKWARD] = cut(backward.graph, fuses)
             saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
         if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
             # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.

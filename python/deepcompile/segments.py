@@ -89,16 +89,16 @@ def mark_params(graphs: Iterable[fx.GraphModule], names: dict[str, str]) -> None
                 node.meta["deepcompile_param"] = names.get(shard.name, shard.name)
 
 
-def give_gradients(module: fx.GraphModule) -> None:
+def give_gradients(graph: fx.Graph) -> None:
     """Tells each reduction whose gradient nothing else in the graph reads that it may keep it instead of a copy."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.target is REDUCE and _is_only_read_by(node.args[0], node):
             node.args = (*node.args[:3], True)
 
 
-def share_gathers(module: fx.GraphModule) -> None:
+def share_gathers(graph: fx.Graph) -> None:
     """Others may read the memory of what this graph gathers when the graph is done with it."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.target is GATHER:
             node.meta["deepcompile_shared"] = True
 
@@ -118,13 +118,13 @@ def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
     return False
 
 
-def has_gathers(module: fx.GraphModule) -> bool:
-    return any(node.target in (GATHER, REDUCE) for node in module.graph.nodes)
+def has_gathers(graph: fx.Graph) -> bool:
+    return any(node.target in (GATHER, REDUCE) for node in graph.nodes)
 
 
-def hold_back_gathers(module: fx.GraphModule) -> None:
+def hold_back_gathers(graph: fx.Graph) -> None:
     """For a graph without a plan: a large parameter is gathered where the graph says, not as soon as it could be."""
-    gathers = [node for node in module.graph.nodes if node.target is GATHER]
+    gathers = [node for node in graph.nodes if node.target is GATHER]
     small = small_params(_gathered_param(node) for node in gathers)
     for node in gathers:
         node.meta["deepcompile_pinned"] = name_of(node) not in small
@@ -155,9 +155,8 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(value, (torch.Tensor, list, tuple))
 
 
-def cut(module: fx.GraphModule, fuses: bool = True) -> Segments:
+def cut(graph: fx.Graph, fuses: bool = True) -> Segments:
     """``fuses``: the graph is for a compiler that keeps no memory for what is read element by element."""
-    graph = module.graph
     roots = only_from_gathers(graph)
     live = live_bytes(graph, _counted_by_name(graph, roots), fuses)
     params: dict[str, GatheredParam] = {}

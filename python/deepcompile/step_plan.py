@@ -297,19 +297,19 @@ def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan
     return dataclasses.replace(plan, graphs=graphs, kept=frozenset())
 
 
-def apply_plan(module: fx.GraphModule, graph_plan: GraphPlan) -> bool:
-    """Rewrites the graph as planned: launches and takes at the segments' beginnings, what is computed from gathers where it
-    is used. False, and nothing changed, when the graph is not of the planned structure.
+def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
+    """Another graph, as planned: launches and takes at the segments' beginnings, what is computed from gathers where it is
+    used. None when the graph is not of the planned structure.
     """
-    segments = cut(module)
+    segments = cut(old)
     starts = {segment.first: index for index, segment in enumerate(segments.segments) if segment.first is not None}
-    shards = {name_of(node): node for node in module.graph.nodes if node.target is GATHER}
+    shards = {name_of(node): node for node in old.nodes if node.target is GATHER}
     wanted = {(index, use) for index, segment in enumerate(segments.segments) for use in segment.uses}
     covered = {(i, take.param) for take in graph_plan.takes for i in range(take.segment, take.last + 1)}
     if not wanted <= covered or any(take.param not in shards for take in graph_plan.takes):
-        return False
+        return None
 
-    old, new = module.graph, fx.Graph()
+    new = fx.Graph()
     new._codegen = old._codegen
     environment: dict[fx.Node, fx.Node] = {}
     current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
@@ -353,9 +353,7 @@ def apply_plan(module: fx.GraphModule, graph_plan: GraphPlan) -> bool:
             begin(starts[node])
         environment[node] = new.node_copy(node, value)
     new.lint()
-    module.graph = new
-    module.recompile()
-    return True
+    return new
 
 
 __all__ = [
@@ -366,9 +364,9 @@ __all__ = [
     "ParamFacts",
     "StepPlan",
     "Take",
-    "apply_plan",
     "node_name",
     "placed_gathers",
+    "planned_graph",
     "saved_buffers",
     "step_graph_text",
     "step_plan",

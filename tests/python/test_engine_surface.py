@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,3 +205,23 @@ def one_after_another(rank: int, world: int) -> None:
 
 def test_an_engine_after_another_compiles_and_plans_for_itself() -> None:
     run_ranks(2, one_after_another)
+
+
+#: In a process of its own: tests import what compilers bring along.
+MAKES_AN_ENGINE = """
+import sys, torch, torch.distributed as dist, deepcompile
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = "torch._inductor.compile_fx" in sys.modules
+engine = deepcompile.initialize(model, optimizer, {"timeout": 20})
+print(before, "torch._inductor.compile_fx" in sys.modules)
+dist.destroy_process_group()
+"""
+
+
+def test_the_compiler_is_imported_when_the_engine_is_made_and_not_in_the_first_step() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MAKES_AN_ENGINE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False", "True"]

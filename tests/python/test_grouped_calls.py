@@ -35,7 +35,7 @@ def graph_with(gathers: int, cast: int) -> fx.GraphModule:
 
 def test_a_graph_has_one_call_for_its_gathers_and_one_for_every_sixteen_gradients() -> None:
     module = graph_with(GRADIENTS_A_CALL + 4, cast=3)
-    group_calls(module)
+    group_calls(module.graph)
     nodes = list(module.graph.nodes)
     (together,) = [node for node in nodes if node.target is GATHER_ALL]
     (alone,) = [node for node in nodes if node.target is GATHER]
@@ -63,7 +63,7 @@ def test_parameters_of_two_engines_in_one_graph_are_called_for_apart() -> None:
             wanted[node.target].append(
                 (node.args[0 if node.target is GATHER else 1], node.args[1 if node.target is GATHER else 2])
             )
-    group_calls(module)
+    group_calls(module.graph)
     found = {GATHER: [], REDUCE: []}
     for node in module.graph.nodes:
         if node.target is GATHER_ALL:
