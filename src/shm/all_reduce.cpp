@@ -34,6 +34,18 @@ std::int64_t partElements(const AllReduce& task, int parts) {
   return ((task.count + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
+// The pieces of a message in the order in which they are worked through. All ranks have the same.
+class PieceOrder {
+ public:
+  PieceOrder() = default;
+  PieceOrder(Call& call, std::int64_t pieces) : last_(pieces - 1), from_end_(pieces > 1 && call.beginsAtTheEnd()) {}
+  std::int64_t operator()(std::int64_t step) const { return from_end_ ? last_ - step : step; }
+
+ private:
+  std::int64_t last_ = 0;
+  bool from_end_ = false;
+};
+
 // Everybody stages everything, and reduces everything. No second step to wait for, which is best for messages whose
 // latency counts; and between two ranks no way moves fewer bytes.
 void inOneStep(const AllReduce& task, Call& call) {
@@ -41,24 +53,27 @@ void inOneStep(const AllReduce& task, Call& call) {
   const std::int64_t most = std::min(task.group.tuning().chunk_bytes, task.group.layout().slot_bytes) / kLine * kLine;
   const std::int64_t chunk = ranks > 1 ? most : std::max(task.bytes(), kLine);
   const std::int64_t slot = std::min(task.bytes(), chunk);
-  const auto bytes = [&](std::int64_t piece) { return std::min(chunk, task.bytes() - piece * chunk); };
+  const std::int64_t chunks = chunksFor(task.bytes(), chunk);
+  const PieceOrder order(call, chunks);
+  const auto begin = [&](std::int64_t step) { return order(step) * chunk; };
+  const auto bytes = [&](std::int64_t step) { return std::min(chunk, task.bytes() - begin(step)); };
   constexpr int kFew = 16;
   std::array<const std::byte*, kFew> few;
   std::vector<const std::byte*> many(ranks > kFew ? static_cast<std::size_t>(ranks) : 0);
   const std::span<const std::byte*> inputs(ranks > kFew ? many.data() : few.data(), static_cast<std::size_t>(ranks));
   pipeline(
-      call, chunksFor(task.bytes(), chunk), slot,
-      [&](std::int64_t piece, const Turn& turn) {
+      call, chunks, slot,
+      [&](std::int64_t step, const Turn& turn) {
         if (ranks > 1) {
-          copyBytes(call.stageData(turn), task.in + piece * chunk, bytes(piece), call.stagesPastCaches());
+          copyBytes(call.stageData(turn), task.in + begin(step), bytes(step), call.stagesPastCaches());
         }
       },
-      [&](std::int64_t piece, const Turn& turn) {
+      [&](std::int64_t step, const Turn& turn) {
         for (int r = 0; r < ranks; ++r) {
-          inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + piece * chunk : call.staged(r, turn);
+          inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + begin(step) : call.staged(r, turn);
         }
-        std::byte* out = task.out + piece * chunk;
-        reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(piece) / task.element, task.streams());
+        std::byte* out = task.out + begin(step);
+        reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(step) / task.element, task.streams());
       });
 }
 
@@ -98,6 +113,7 @@ class InTwoSteps {
     const std::int64_t most = std::max(room / task.element / unit, std::int64_t{1}) * unit;
     pieces_ = std::max<std::int64_t>(1, (task.count + ranks * most - 1) / (ranks * most));
     part_ = std::min(most, partElements(task, static_cast<int>(std::min<std::int64_t>(pieces_, 1 << 20)) * ranks));
+    order_ = PieceOrder(call, pieces_);
   }
 
   void run() {
@@ -119,8 +135,9 @@ class InTwoSteps {
     std::int64_t begin;  // bytes from the start of the tensor
     std::int64_t elements;
   };
-  Part part(std::int64_t piece, int rank) const {
-    const std::int64_t begin = std::min((piece * call_.ranks() + rank) * part_, task_.count);
+  // Of `rank` in the piece of a step.
+  Part part(std::int64_t step, int rank) const {
+    const std::int64_t begin = std::min((order_(step) * call_.ranks() + rank) * part_, task_.count);
     return {begin * task_.element, std::min(part_, task_.count - begin)};
   }
   std::int64_t partBytes() const { return part_ * task_.element; }
@@ -128,14 +145,14 @@ class InTwoSteps {
   // Where in the slot of `owner` the part of `reader` lies: a rank keeps its own part to itself.
   std::int64_t place(int owner, int reader) const { return (reader < owner ? reader : reader - 1) * partBytes(); }
   // Of the pieces that are under way: at most three.
-  Turn& turnOf(std::int64_t piece) { return turns_[static_cast<std::size_t>(piece % kRing)]; }
+  Turn& turnOf(std::int64_t step) { return turns_[static_cast<std::size_t>(step % kRing)]; }
 
-  void stage(std::int64_t piece) {
-    const Turn turn = turnOf(piece) = call_.nextTurn(stagedBytes(), partBytes());
+  void stage(std::int64_t step) {
+    const Turn turn = turnOf(step) = call_.nextTurn(stagedBytes(), partBytes());
     std::byte* slot = call_.stageData(turn);
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
-        const Part p = part(piece, r);
+        const Part p = part(step, r);
         copyBytes(slot + place(call_.rank(), r), task_.in + p.begin, p.elements * task_.element,
                   call_.stagesPastCaches());
       }
@@ -143,10 +160,10 @@ class InTwoSteps {
     call_.post(turn);
   }
 
-  void reducePart(std::int64_t piece) {
-    const Turn turn = turnOf(piece);
+  void reducePart(std::int64_t step) {
+    const Turn turn = turnOf(step);
     const int me = call_.rank();
-    const Part p = part(piece, me);
+    const Part p = part(step, me);
     call_.awaitPosts(turn);
     for (int r = 0; r < call_.ranks(); ++r) {
       inputs_[static_cast<std::size_t>(r)] = r == me ? task_.in + p.begin : call_.staged(r, turn) + place(r, me);
@@ -168,11 +185,11 @@ class InTwoSteps {
     call_.postResult(turn);
   }
 
-  void copyOut(std::int64_t piece) {
-    const Turn turn = turnOf(piece);
+  void copyOut(std::int64_t step) {
+    const Turn turn = turnOf(step);
     for (int r = 0; r < call_.ranks(); ++r) {
       if (r != call_.rank()) {
-        const Part p = part(piece, r);
+        const Part p = part(step, r);
         call_.awaitResult(r, turn);
         copyBytes(task_.out + p.begin, call_.result(r, turn), p.elements * task_.element, task_.streams());
       }
@@ -184,6 +201,7 @@ class InTwoSteps {
   std::vector<const std::byte*> inputs_;
   std::int64_t pieces_ = 0;
   std::int64_t part_ = 0;  // elements
+  PieceOrder order_;
   std::array<Turn, kRing> turns_;
 };
 

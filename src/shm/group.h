@@ -144,6 +144,8 @@ class Group final : private Watch {
   std::uint64_t turn_ = 0;  // the last that this rank has begun
   Meaning meaning_;         // of the call in progress
   int awaited_ = -1;        // the rank that the call in progress waits for
+  Meaning last_long_;       // the last call that asked where to begin
+  bool from_end_ = false;   // and what it was told
   std::string hopeless_because_;
   SlotArea short_stages_;
   SlotArea stages_;
@@ -183,6 +185,15 @@ class Call {
   Turn nextTurn(std::int64_t staged_bytes = 0, std::int64_t result_bytes = 0, std::int64_t message_bytes = 0) {
     return {++group_.turn_, staged_bytes, stagePlace(staged_bytes, message_bytes >= group_.tuning_.long_bytes),
             result_bytes == 0 ? -1 : group_.results_.next(result_bytes, false)};
+  }
+
+  // Whether a message of many chunks is best worked through from its end, because that is what the caches still hold:
+  // whoever filled a tensor wrote its end last. The same message once more begins where the last call ended. All ranks
+  // get the same answer, since they make the same calls. At most once in a call.
+  bool beginsAtTheEnd() {
+    group_.from_end_ = group_.meaning_ != group_.last_long_ || !group_.from_end_;
+    group_.last_long_ = group_.meaning_;
+    return group_.from_end_;
   }
 
   // Where this rank puts what its peers read in `turn`.

@@ -52,6 +52,32 @@ TEST_P(Collectives, GiveTheRightBitsWithMeasuredThresholds) {
             noErrors(ranks));
 }
 
+// Every second one goes the other way through its chunks.
+TEST_P(Collectives, ThatAreCalledAgainGiveTheSameBits) {
+  const int ranks = GetParam();
+  EXPECT_EQ(onThreadGroup(ranks, smallSlots(Staging::Cached),
+                          [](Group& group) {
+                            for (std::uint64_t seed = 700; seed < 760; ++seed) {
+                              for (int again = 0; again < 3; ++again) {
+                                RandomCollective(seed, group.size(), 60'000).run(group);
+                              }
+                            }
+                          }),
+            noErrors(ranks));
+}
+
+TEST(LongMessages, BeginAtTheirEndAndTheSameAgainWhereTheLastOneEnded) {
+  const auto group = std::move(Group::ofThreads(1).front());
+  const auto begins_at_the_end = [&](std::int64_t count, std::uint64_t tag) {
+    return Call(*group, {.kind = Kind::AllReduce, .count = count, .tag = tag}).beginsAtTheEnd();
+  };
+  EXPECT_TRUE(begins_at_the_end(100, 0));
+  EXPECT_FALSE(begins_at_the_end(100, 0));
+  EXPECT_TRUE(begins_at_the_end(100, 0));
+  EXPECT_TRUE(begins_at_the_end(200, 0));
+  EXPECT_TRUE(begins_at_the_end(200, 1)) << "of the same size, and about something else";
+}
+
 // More ranks than such slots have lines for.
 TEST(ManyRanks, StayWithinSmallSlots) {
   constexpr int kRanks = 40;
