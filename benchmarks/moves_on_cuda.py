@@ -1,5 +1,5 @@
 """How fast parameters and gradients move on one GPU: gathers and reductions of two ranks through symmetric memory and NCCL,
-offload and reload of one.
+offload and reload of one, alone and beside compute.
 
 The bound of a gather between ranks that share a GPU is its memory: a plain copy of as many bytes by both ranks at once. (A
 reduction stages half of the gradient, reads as much twice and writes half: five quarters of a copy.) The bound of an offload
@@ -19,6 +19,8 @@ from report import Report, arguments
 
 GATHERED_MIB = (64, 256, 1024)
 MOVED_MIB = (16, 64, 256)
+#: Products of matrices of 8192 rows and columns, beside which the largest of them is moved: about as long.
+PRODUCTS = 3
 ROUNDS = 30
 #: Within a step of the engine, where nobody changes a shard, the ranks need not meet before every gather.
 KNOWN = "symmetric memory, known step"
@@ -144,6 +146,27 @@ def moves(pipe: Any) -> None:
         )
         kept = ops.wait_offload(ops.offload_tensor(on_device, 0, 7), 0, 7)
         found[f"reload {mib}"] = bytes_ / seconds_of(lambda h=kept: ops.wait_reload(ops.reload_tensor(h, 0, 7), 0, 7))
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            matrix @ matrix
+
+    def offload() -> None:
+        on_its_way = ops.offload_tensor(on_device, 0, 7)
+        compute()
+        ops.wait_offload(on_its_way, 0, 7)
+
+    def reload() -> None:
+        on_its_way = ops.reload_tensor(kept, 0, 7)
+        compute()
+        ops.wait_reload(on_its_way, 0, 7)
+
+    found |= {
+        "compute": seconds_of(compute),
+        "offload beside": seconds_of(offload),
+        "reload beside": seconds_of(reload),
+    }
     pipe.send(found)
     dc.cleanup()
     dist.destroy_process_group()
@@ -173,7 +196,7 @@ def main() -> int:
         print("benchmarks/moves_on_cuda.py: there is no GPU here; nothing was measured")
         return 0
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    report = Report("GB/s on one GPU")
+    report = Report("moves on one GPU")
     with tempfile.TemporaryDirectory() as folder:
         found = run([(gathers, rank, 2, folder) for rank in range(2)])[0]
     for mib in GATHERED_MIB:
@@ -195,6 +218,13 @@ def main() -> int:
             value, bound = found[f"{ours} {mib}"], found[f"{peer} {mib}"]
             report.add(f"{ours} of {mib} MiB", value / 1e9, "GB/s", f"pinned copy {peer}", bound / 1e9, value / bound)
             report.bar(f"{ours} of {mib} MiB: 95 % of PCIe", value >= 0.95 * bound)
+    mib = MOVED_MIB[-1]
+    for ours in ("offload", "reload"):
+        both = found[f"{ours} beside"]
+        longer = max(found["compute"], mib * 2**20 / found[f"{ours} {mib}"])
+        what = f"{ours} of {mib} MiB beside compute"
+        report.add(what, both * 1e3, "ms", "the longer one alone", longer * 1e3, longer / both)
+        report.bar(f"{what}: within 1.1 of the longer one", both <= 1.1 * longer)
     return report.finish(options.json)
 
 
