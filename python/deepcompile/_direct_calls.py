@@ -5,6 +5,8 @@ Before anybody uses an operator as a key: its hash is that of the function it ca
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.jit._builtins import _register_builtin
 from torch.utils._device import DeviceContext
@@ -18,7 +20,9 @@ def install() -> None:
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator)
         for called in (packet, packet.default):
+            signature = inspect.signature(called)  # which a function of C++ does not tell
             called._op = _C.direct_call(name, called._op)
             # PyTorch's own __call__ calls self._op from a frame of Python: a fifth of a gather, wait and release.
-            called.__class__ = type(type(called).__name__, (type(called),), {"__call__": called._op, "__slots__": ()})
+            members = {"__call__": called._op, "__signature__": signature, "__slots__": ()}
+            called.__class__ = type(type(called).__name__, (type(called),), members)
         _register_builtin(packet._op, name)  # TorchScript knows operators by the function that they call

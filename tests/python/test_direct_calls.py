@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 import threading
@@ -36,6 +37,8 @@ def test_the_operators_are_called_directly() -> None:
     for operator in operators():
         for called in (operator, operator.overloadpacket):
             assert called._op.__name__ == "direct_call"
+            theirs = torch.ops.aten.add if called is operator.overloadpacket else torch.ops.aten.add.Tensor
+            assert inspect.signature(called) == inspect.signature(theirs), "tools that ask find what others tell"
 
 
 def test_a_call_needs_no_frame_of_python_and_the_operator_is_what_it_was() -> None:
