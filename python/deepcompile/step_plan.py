@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -310,7 +311,7 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
         return None
 
     new = fx.Graph()
-    new._codegen = old._codegen
+    new._codegen = copy.deepcopy(old._codegen)
     environment: dict[fx.Node, fx.Node] = {}
     current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
 

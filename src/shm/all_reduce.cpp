@@ -34,28 +34,20 @@ std::int64_t partElements(const AllReduce& task, int parts) {
   return ((task.count + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
-// The pieces of a message in the order in which they are worked through. All ranks have the same.
-class PieceOrder {
- public:
-  PieceOrder() = default;
-  PieceOrder(Call& call, std::int64_t pieces) : last_(pieces - 1), from_end_(pieces > 1 && call.beginsAtTheEnd()) {}
-  std::int64_t operator()(std::int64_t step) const { return from_end_ ? last_ - step : step; }
-
- private:
-  std::int64_t last_ = 0;
-  bool from_end_ = false;
-};
+// Where a message of `pieces` pieces is at a step. All ranks have the same order.
+std::int64_t pieceAt(std::int64_t step, std::int64_t pieces, bool from_end) {
+  return from_end ? pieces - 1 - step : step;
+}
 
 // Everybody stages everything, and reduces everything. No second step to wait for, which is best for messages whose
 // latency counts; and between two ranks no way moves fewer bytes.
-void inOneStep(const AllReduce& task, Call& call) {
+void inOneStep(const AllReduce& task, Call& call, bool from_end = false) {
   const int ranks = call.ranks();
   const std::int64_t most = std::min(task.group.tuning().chunk_bytes, task.group.layout().slot_bytes) / kLine * kLine;
   const std::int64_t chunk = ranks > 1 ? most : std::max(task.bytes(), kLine);
   const std::int64_t slot = std::min(task.bytes(), chunk);
   const std::int64_t chunks = chunksFor(task.bytes(), chunk);
-  const PieceOrder order(call, chunks);
-  const auto begin = [&](std::int64_t step) { return order(step) * chunk; };
+  const auto begin = [&](std::int64_t step) { return pieceAt(step, chunks, from_end) * chunk; };
   const auto bytes = [&](std::int64_t step) { return std::min(chunk, task.bytes() - begin(step)); };
   constexpr int kFew = 16;
   std::array<const std::byte*, kFew> few;
@@ -104,8 +96,8 @@ void onSharedTensors(const AllReduce& task, Call& call, const Offers& offers) {
 // overlap.
 class InTwoSteps {
  public:
-  InTwoSteps(const AllReduce& task, Call& call)
-      : task_(task), call_(call), inputs_(static_cast<std::size_t>(call.ranks())) {
+  InTwoSteps(const AllReduce& task, Call& call, bool from_end)
+      : task_(task), call_(call), from_end_(from_end), inputs_(static_cast<std::size_t>(call.ranks())) {
     const int ranks = call.ranks();
     const std::int64_t unit = kLine / task.element;
     const std::int64_t room =
@@ -113,7 +105,6 @@ class InTwoSteps {
     const std::int64_t most = std::max(room / task.element / unit, std::int64_t{1}) * unit;
     pieces_ = std::max<std::int64_t>(1, (task.count + ranks * most - 1) / (ranks * most));
     part_ = std::min(most, partElements(task, static_cast<int>(std::min<std::int64_t>(pieces_, 1 << 20)) * ranks));
-    order_ = PieceOrder(call, pieces_);
   }
 
   void run() {
@@ -137,7 +128,8 @@ class InTwoSteps {
   };
   // Of `rank` in the piece of a step.
   Part part(std::int64_t step, int rank) const {
-    const std::int64_t begin = std::min((order_(step) * call_.ranks() + rank) * part_, task_.count);
+    const std::int64_t begin =
+        std::min((pieceAt(step, pieces_, from_end_) * call_.ranks() + rank) * part_, task_.count);
     return {begin * task_.element, std::min(part_, task_.count - begin)};
   }
   std::int64_t partBytes() const { return part_ * task_.element; }
@@ -198,10 +190,10 @@ class InTwoSteps {
 
   const AllReduce& task_;
   Call& call_;
+  const bool from_end_;
   std::vector<const std::byte*> inputs_;
   std::int64_t pieces_ = 0;
   std::int64_t part_ = 0;  // elements
-  PieceOrder order_;
   std::array<Turn, kRing> turns_;
 };
 
@@ -217,12 +209,16 @@ void allReduce(Group& group, const void* in, void* out, std::int64_t count, DTyp
     return;
   }
   const std::array<Run, 2> runs = {run(in, task.bytes()), run(out, task.bytes())};
-  if (const Offers offers = exchangeOffers(call, group, runs)) {
+  const Offers offers = exchangeOffers(call, group, runs);
+  if (offers) {
     onSharedTensors(task, call, offers);
-  } else if (group.size() == 2) {
-    inOneStep(task, call);
+    return;
+  }
+  const bool from_end = call.beginsAtTheEnd(offers.sameAsLast());
+  if (group.size() == 2) {
+    inOneStep(task, call, from_end);
   } else {
-    InTwoSteps(task, call).run();
+    InTwoSteps(task, call, from_end).run();
   }
 }
 

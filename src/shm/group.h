@@ -140,12 +140,12 @@ class Group final : private Watch {
   std::atomic<std::int64_t> timeout_;  // milliseconds
   Tuning tuning_;
 
-  std::mutex mutex_;        // one call at a time
-  std::uint64_t turn_ = 0;  // the last that this rank has begun
-  Meaning meaning_;         // of the call in progress
-  int awaited_ = -1;        // the rank that the call in progress waits for
-  Meaning last_long_;       // the last call that asked where to begin
-  bool from_end_ = false;   // and what it was told
+  std::mutex mutex_;               // one call at a time
+  std::uint64_t turn_ = 0;         // the last that this rank has begun
+  Meaning meaning_;                // of the call in progress
+  int awaited_ = -1;               // the rank that the call in progress waits for
+  std::uint64_t last_memory_ = 0;  // what sameMemoryAsLast was asked last
+  bool from_end_ = false;          // what beginsAtTheEnd said last
   std::string hopeless_because_;
   SlotArea short_stages_;
   SlotArea stages_;
@@ -187,14 +187,14 @@ class Call {
             result_bytes == 0 ? -1 : group_.results_.next(result_bytes, false)};
   }
 
+  // Whether this rank asked the same the last time, in this call or before. `memory` tells one piece of it from
+  // another.
+  bool sameMemoryAsLast(std::uint64_t memory) { return std::exchange(group_.last_memory_, memory) == memory; }
+
   // Whether a message of many chunks is best worked through from its end, because that is what the caches still hold:
-  // whoever filled a tensor wrote its end last. The same message once more begins where the last call ended. All ranks
-  // get the same answer, since they make the same calls. At most once in a call.
-  bool beginsAtTheEnd() {
-    group_.from_end_ = group_.meaning_ != group_.last_long_ || !group_.from_end_;
-    group_.last_long_ = group_.meaning_;
-    return group_.from_end_;
-  }
+  // whoever filled a tensor wrote its end last. What was `just_used`, by all ranks, begins where the last message
+  // ended. All ranks say the same, and so get the same answer. Once in a call.
+  bool beginsAtTheEnd(bool just_used) { return group_.from_end_ = !just_used || !group_.from_end_; }
 
   // Where this rank puts what its peers read in `turn`.
   std::byte* stage(const Turn& turn) const { return at(group_.rank_, turn); }

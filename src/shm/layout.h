@@ -23,7 +23,7 @@ inline constexpr int kSlots = 6;
 
 // Short messages have an area of their own, which stays in the nearest cache: there latency counts.
 inline constexpr std::int64_t kShortBytes = 2048;
-inline constexpr std::uint64_t kMagic = 0x6463'7368'6d30'3033;  // changes with the layout
+inline constexpr std::uint64_t kMagic = 0x6463'7368'6d30'3034;  // changes with the layout and with what travels when
 
 // A message of up to kInlineBytes rides in the post itself, so that one transfer of a line pair brings all of it.
 inline constexpr std::int64_t kInlineBytes = 96;

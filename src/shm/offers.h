@@ -1,5 +1,5 @@
 // Tensors that lie in shared memory are offered to the peers as they are. One turn tells every rank where the others'
-// lie.
+// lie, and whether all of them have seen theirs before.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,8 @@ class Offers {
  public:
   // True when every rank has offered all of its runs.
   explicit operator bool() const { return !addresses_.empty(); }
+  // True when every rank gave the memory that it gave in its last exchange. There need be no offers for that.
+  bool sameAsLast() const { return same_; }
   // Run `index` of `rank`, in this process's address space.
   std::byte* at(int rank, std::size_t index) const {
     return addresses_[static_cast<std::size_t>(rank) * runs_ + index];
@@ -21,6 +23,7 @@ class Offers {
 
  private:
   friend Offers exchangeOffers(Call& call, Group& group, Runs runs);
+  bool same_ = true;
   std::size_t runs_ = 0;
   std::vector<std::byte*> addresses_;
 };

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "deepcompile/shm/offers.h"
+
 #include "random_collective.h"
 #include "shm_ranks.h"
 
@@ -52,30 +54,53 @@ TEST_P(Collectives, GiveTheRightBitsWithMeasuredThresholds) {
             noErrors(ranks));
 }
 
-// Every second one goes the other way through its chunks.
-TEST_P(Collectives, ThatAreCalledAgainGiveTheSameBits) {
+// Every second one goes the other way through its chunks, of which the last is shorter than the rest.
+TEST_P(Collectives, OfTheSameTensorAgainGiveTheRightBits) {
   const int ranks = GetParam();
   EXPECT_EQ(onThreadGroup(ranks, smallSlots(Staging::Cached),
                           [](Group& group) {
-                            for (std::uint64_t seed = 700; seed < 760; ++seed) {
-                              for (int again = 0; again < 3; ++again) {
-                                RandomCollective(seed, group.size(), 60'000).run(group);
+                            std::vector<std::int32_t> tensor(12'345);
+                            for (int again = 0; again < 4; ++again) {
+                              for (std::size_t i = 0; i < tensor.size(); ++i) {
+                                tensor[i] = static_cast<std::int32_t>(i) + group.rank() + again;
+                              }
+                              allReduce(group, tensor.data(), tensor.data(), 12'345, DType::Int32, ReduceOp::Max);
+                              for (std::size_t i = 0; i < tensor.size(); ++i) {
+                                check(tensor[i] == static_cast<std::int32_t>(i) + group.size() - 1 + again,
+                                      [&] { return concat("wrong element ", i, ", call ", again); });
                               }
                             }
                           }),
             noErrors(ranks));
 }
 
-TEST(LongMessages, BeginAtTheirEndAndTheSameAgainWhereTheLastOneEnded) {
+TEST(LongMessages, BeginAtTheirEndAndThoseInTheSameMemoryWhereTheLastOneEnded) {
   const auto group = std::move(Group::ofThreads(1).front());
-  const auto begins_at_the_end = [&](std::int64_t count, std::uint64_t tag) {
-    return Call(*group, {.kind = Kind::AllReduce, .count = count, .tag = tag}).beginsAtTheEnd();
-  };
-  EXPECT_TRUE(begins_at_the_end(100, 0));
-  EXPECT_FALSE(begins_at_the_end(100, 0));
-  EXPECT_TRUE(begins_at_the_end(100, 0));
-  EXPECT_TRUE(begins_at_the_end(200, 0));
-  EXPECT_TRUE(begins_at_the_end(200, 1)) << "of the same size, and about something else";
+  Call call(*group, {.kind = Kind::AllReduce});
+  std::vector<bool> at_the_end;
+  for (const bool just_used : {false, true, true, true, false, false}) {
+    at_the_end.push_back(call.beginsAtTheEnd(just_used));
+  }
+  EXPECT_EQ(at_the_end, (std::vector<bool>{true, false, true, false, true, true}));
+}
+
+TEST(LongMessages, AreInTheSameMemoryOnlyWhereAllRanksSaySo) {
+  EXPECT_EQ(onThreadGroup(2, smallSlots(Staging::Cached),
+                          [](Group& group) {
+                            std::vector<std::byte> one(64);
+                            std::vector<std::byte> other(64);
+                            const auto same = [&](std::vector<std::byte>& memory) {
+                              Call call(group, {.kind = Kind::AllReduce});
+                              const dc::shm::Run given = run(memory.data(), 64);
+                              return exchangeOffers(call, group, {&given, 1}).sameAsLast();
+                            };
+                            check(!same(one), "the first time");
+                            check(same(one), "again");
+                            check(!same(group.rank() == 1 ? other : one), "rank 1 has another");
+                            check(!same(one), "which was not its last");
+                            check(same(one), "on both again");
+                          }),
+            noErrors(2));
 }
 
 // More ranks than such slots have lines for.
