@@ -1,11 +1,11 @@
 """Collectives of ranks on one host: deepcompile's shared memory beside gloo, DeepSpeed's shared-memory all-reduce, Open MPI
 and a memcpy of the same bytes by all ranks at once. One thread a rank, each on a core of its own while there are enough.
 
-All candidates are started first and measured in turn, round after round; the idle ones sleep. A time is the median over
-the rounds of the slowest rank's time, a ratio the median over the rounds of the ratio of that round: what cores need to
-pass a cache line to each other changes threefold on a virtual machine, from one second to another. All tensors are made
-anew for every round: which physical pages a tensor of half the last cache gets is worth a quarter of its time. ``bytes`` is
-what an all-reduce reduces, an all-gather yields, a reduce-scatter takes.
+All candidates are started first and measured in turn, round after round over all rows; the idle ones sleep. A time is the
+median over the rounds of the slowest rank's time, a ratio the median over the rounds of the ratio of that round: what cores
+need to pass a cache line to each other changes threefold on a virtual machine, from one second to another. All tensors are
+made anew for every round: which physical pages a tensor of half the last cache gets is worth a quarter of its time.
+``bytes`` is what an all-reduce reduces, an all-gather yields, a reduce-scatter takes.
 
 The operator, DeepSpeed's and ours, is called as ``torch.ops.deepspeed.inference_all_reduce_.default``; gloo is compared
 with our c10d backend, called in the same way, and Open MPI's call with ``deepcompile.comm.inference_all_reduce``. The no-op
@@ -15,6 +15,7 @@ is ``torch.ops.aten.resolve_conj.default`` of a real tensor.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -76,6 +77,12 @@ COLLECTIVES: dict[str, list[Candidate]] = {
 Key = tuple[str, str, int, str]  # collective, dtype, bytes, column
 
 
+class Row(NamedTuple):
+    collective: str
+    dtype: str
+    size: int
+
+
 class Results:
     """Microseconds of every round."""
 
@@ -125,40 +132,40 @@ class Run:
             self._drop(team, str(error))
             return None
 
-    def measure(self, collective: str, dtype: str, size: int) -> None:
-        columns = [column for column in COLLECTIVES[collective] if column.measures(collective, dtype, size)]
-        index: dict[Candidate, int] = {}
-
-        def prepare() -> None:
-            for team in list(self.teams):
-                own = [column for column in columns if column.team == team]
-                index.update({column: position for position, column in enumerate(own)})
-                cases = [Case(collective, column.interface, column.memory, dtype, size) for column in own]
-                self._guarded(team, lambda ranks, cases=cases: ranks.prepare(cases))
-
-        prepare()
-
-        def once(column: Candidate, iterations: int) -> float | None:
-            return self._guarded(column.team, lambda ranks: ranks.measure(index[column], iterations))
-
-        iterations: dict[Candidate, int] = {}
-        for column in columns:
-            once(column, 2)
-            if (first := once(column, 3)) is not None:
-                iterations[column] = max(2, min(10_000, int(self.slice / first)))
-        samples: dict[Candidate, list[float]] = {column: [] for column in iterations}
+    def measure(self, rows: list[Row]) -> None:
+        """Round after round, and in a round one row after the other: what slows the machine down for some seconds meets a
+        round or two of many rows, not all rounds of one."""
+        iterations: dict[tuple[Row, Candidate], int] = {}
+        samples: dict[tuple[Row, Candidate], list[float]] = {}
         for turn in range(self.rounds):
-            if turn > 0:
-                prepare()
-                for column in iterations:
-                    once(column, 2)
-            order = list(iterations)
-            for column in order[turn % len(order) :] + order[: turn % len(order)]:
-                if (seconds := once(column, iterations[column])) is not None:
-                    samples[column].append(seconds)
-        for column, found in samples.items():
+            for row in rows:
+                index = self._prepare(row)
+                for column in index:
+                    self._once(column, index, 2)
+                    if turn == 0 and (first := self._once(column, index, 3)) is not None:
+                        iterations[row, column] = max(2, min(10_000, int(self.slice / first)))
+                order = [column for column in index if (row, column) in iterations]
+                shift = turn % len(order) if order else 0
+                for column in order[shift:] + order[:shift]:
+                    if (seconds := self._once(column, index, iterations[row, column])) is not None:
+                        samples.setdefault((row, column), []).append(seconds * 1e6)
+        for (row, column), found in samples.items():
             if len(found) == self.rounds:
-                self.results.samples[collective, dtype, size, str(column)] = [seconds * 1e6 for seconds in found]
+                self.results.samples[*row, str(column)] = found
+
+    def _prepare(self, row: Row) -> dict[Candidate, int]:
+        """Makes all tensors of the row anew. Where in its team's list each column is."""
+        columns = [column for column in COLLECTIVES[row.collective] if column.measures(*row)]
+        index: dict[Candidate, int] = {}
+        for team in list(self.teams):
+            own = [column for column in columns if column.team == team]
+            index.update({column: position for position, column in enumerate(own)})
+            cases = [Case(row.collective, column.interface, column.memory, row.dtype, row.size) for column in own]
+            self._guarded(team, lambda ranks, cases=cases: ranks.prepare(cases))
+        return {column: index[column] for column in columns if column.team in self.teams}
+
+    def _once(self, column: Candidate, index: dict[Candidate, int], iterations: int) -> float | None:
+        return self._guarded(column.team, lambda ranks: ranks.measure(index[column], iterations))
 
     def close(self) -> None:
         for ranks in self.teams.values():
@@ -283,10 +290,7 @@ def main() -> int:
     rounds = options.rounds or rounds
     run = Run(options.ranks, ["deepcompile", *peers, "bounds"], rounds, slice_seconds)
     try:
-        for collective in COLLECTIVES:
-            for dtype in DTYPES:
-                for size in SIZES:
-                    run.measure(collective, dtype, size)
+        run.measure([Row(*cell) for cell in itertools.product(COLLECTIVES, DTYPES, SIZES)])
     finally:
         run.close()
     report = Report(f"Shared-memory collectives, {options.ranks} ranks on {len(os.sched_getaffinity(0))} cores")

@@ -65,7 +65,9 @@ void inOneStep(const AllReduce& task, Call& call, bool from_end = false) {
           inputs[static_cast<std::size_t>(r)] = r == call.rank() ? task.in + begin(step) : call.staged(r, turn);
         }
         std::byte* out = task.out + begin(step);
-        reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(step) / task.element, task.streams());
+        // The chunk after the next is the one that is staged when this one is reduced.
+        const CacheHints hints = {task.streams(), step + 2 < chunks ? task.in + begin(step + 2) : nullptr};
+        reduceRanks(task.op, task.dtype, inputs, {&out, 1}, bytes(step) / task.element, hints);
       });
 }
 
@@ -81,7 +83,7 @@ void onSharedTensors(const AllReduce& task, Call& call, const Offers& offers) {
     inputs.push_back(offers.at(r, 0) + begin * task.element);
     outputs.push_back(offers.at(r, 1) + begin * task.element);
   }
-  reduceRanks(task.op, task.dtype, inputs, outputs, elements, task.streams());
+  reduceRanks(task.op, task.dtype, inputs, outputs, elements, {.streaming = task.streams()});
   try {
     meetAfterSharing(call);
   } catch (const Error&) {
@@ -160,21 +162,30 @@ class InTwoSteps {
     for (int r = 0; r < call_.ranks(); ++r) {
       inputs_[static_cast<std::size_t>(r)] = r == me ? task_.in + p.begin : call_.staged(r, turn) + place(r, me);
     }
-    // Block by block, so that what is copied to the result slot is still in the nearest cache.
-    const std::int64_t block = kBlockBytes / task_.element;
-    std::byte* own = task_.out + p.begin;
-    std::byte* shared = call_.result(me, turn);
-    for (std::int64_t done = 0; done < p.elements; done += block) {
-      const std::int64_t elements = std::min(block, p.elements - done);
-      reduceRanks(task_.op, task_.dtype, inputs_, {&own, 1}, elements);
-      copyBytes(shared, own, elements * task_.element, call_.stagesPastCaches());
-      for (const std::byte*& input : inputs_) {
-        input += elements * task_.element;
-      }
-      own += elements * task_.element;
-      shared += elements * task_.element;
+    const std::array<std::byte*, 2> own_and_shared = {task_.out + p.begin, call_.result(me, turn)};
+    if (call_.stagesPastCaches()) {
+      reduceAndCopyPastCaches(own_and_shared, p.elements);
+    } else {
+      reduceRanks(task_.op, task_.dtype, inputs_, own_and_shared, p.elements);
     }
     call_.postResult(turn);
+  }
+
+  // Block by block, so that what is copied to the result slot is still in the nearest cache.
+  void reduceAndCopyPastCaches(std::array<std::byte*, 2> own_and_shared, std::int64_t elements) {
+    auto& [own, shared] = own_and_shared;
+    for (std::int64_t done = 0; done < elements;) {
+      const std::int64_t block = std::min(kBlockBytes / task_.element, elements - done);
+      const std::int64_t bytes = block * task_.element;
+      reduceRanks(task_.op, task_.dtype, inputs_, {&own, 1}, block);
+      copyBytes(shared, own, bytes, true);
+      for (const std::byte*& input : inputs_) {
+        input += bytes;
+      }
+      own += bytes;
+      shared += bytes;
+      done += block;
+    }
   }
 
   void copyOut(std::int64_t step) {

@@ -48,10 +48,18 @@ void reducePart(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, st
 
 // The bytes [at, end) of all buffers. Totals stay in registers over all inputs; four of them hide the latencies.
 template <typename Lanes, typename Op>
-void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, std::size_t end, bool streaming) {
+void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, std::size_t end,
+                 const CacheHints& hints) {
   using Memory = typename Lanes::Memory;
   constexpr std::size_t kStep = Lanes::kBytes;
+  const bool streaming = hints.streaming;
+  const std::byte* const read_next = hints.read_next;
   for (; end - at >= 4 * kStep; at += 4 * kStep) {
+    if (read_next != nullptr) {
+      for (std::size_t line = 0; line < 4 * kStep; line += kLine) {
+        __builtin_prefetch(read_next + at + line, 0, 2);  // to the second cache: the first is full of what is reduced
+      }
+    }
     const std::byte* first = inputs[0] + at;
     auto a = Lanes::load(first);
     auto b = Lanes::load(first + kStep);
@@ -86,104 +94,105 @@ void reduceRange(const Op& op, Inputs inputs, Outputs outputs, std::size_t at, s
 }
 
 template <typename Lanes, typename Op>
-void reduceAll(const Op& op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceAll(const Op& op, Inputs inputs, Outputs outputs, std::int64_t count, CacheHints hints) {
   const std::size_t bytes = static_cast<std::size_t>(count) * Lanes::kElement;
   // Streaming needs aligned outputs. Other stores are much faster if they do not cross lines, which pays soon.
-  std::size_t head = streaming || bytes >= 4096 ? std::min(bytesToLine(outputs[0]), bytes) : 0;
+  std::size_t head = hints.streaming || bytes >= 4096 ? std::min(bytesToLine(outputs[0]), bytes) : 0;
   head = head % Lanes::kElement == 0 ? head : 0;
   for (const std::byte* output : outputs) {
-    streaming = streaming && bytesToLine(output + head) == 0;
+    hints.streaming = hints.streaming && bytesToLine(output + head) == 0;
   }
-  reduceRange<Lanes>(op, inputs, outputs, 0, head, false);
-  reduceRange<Lanes>(op, inputs, outputs, head, bytes, streaming);
+  reduceRange<Lanes>(op, inputs, outputs, 0, head, {});
+  reduceRange<Lanes>(op, inputs, outputs, head, bytes, hints);
 }
 
 template <typename Lanes>
-void reduceFloating(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceFloating(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, const CacheHints& hints) {
   switch (op) {
     case ReduceOp::Average:
       if (std::has_single_bit(inputs.size())) {
-        return reduceAll<Lanes>(AverageOfPowerOfTwo(inputs.size()), inputs, outputs, count, streaming);
+        return reduceAll<Lanes>(AverageOfPowerOfTwo(inputs.size()), inputs, outputs, count, hints);
       }
-      return reduceAll<Lanes>(Average(inputs.size()), inputs, outputs, count, streaming);
+      return reduceAll<Lanes>(Average(inputs.size()), inputs, outputs, count, hints);
     case ReduceOp::Min:
-      return reduceAll<Lanes>(Min(), inputs, outputs, count, streaming);
+      return reduceAll<Lanes>(Min(), inputs, outputs, count, hints);
     case ReduceOp::Max:
-      return reduceAll<Lanes>(Max(), inputs, outputs, count, streaming);
+      return reduceAll<Lanes>(Max(), inputs, outputs, count, hints);
     case ReduceOp::Product:
-      return reduceAll<Lanes>(Product(), inputs, outputs, count, streaming);
+      return reduceAll<Lanes>(Product(), inputs, outputs, count, hints);
     default:
-      return reduceAll<Lanes>(Sum(), inputs, outputs, count, streaming);
+      return reduceAll<Lanes>(Sum(), inputs, outputs, count, hints);
   }
 }
 
 // Bitwise operations take any integer as bytes.
 template <typename Lanes>
-void reduceBits(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t bytes, bool streaming) {
+void reduceBits(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t bytes, const CacheHints& hints) {
   switch (op) {
     case ReduceOp::And:
-      return reduceAll<Lanes>(And(), inputs, outputs, bytes, streaming);
+      return reduceAll<Lanes>(And(), inputs, outputs, bytes, hints);
     case ReduceOp::Xor:
-      return reduceAll<Lanes>(Xor(), inputs, outputs, bytes, streaming);
+      return reduceAll<Lanes>(Xor(), inputs, outputs, bytes, hints);
     default:
-      return reduceAll<Lanes>(Or(), inputs, outputs, bytes, streaming);
+      return reduceAll<Lanes>(Or(), inputs, outputs, bytes, hints);
   }
 }
 
 template <typename Signed, typename Unsigned>
-void reduceInteger(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceInteger(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, const CacheHints& hints) {
   switch (op) {
     case ReduceOp::Sum:
-      return reduceAll<PlainLanes<Unsigned>>(Sum(), inputs, outputs, count, streaming);
+      return reduceAll<PlainLanes<Unsigned>>(Sum(), inputs, outputs, count, hints);
     case ReduceOp::Product:
-      return reduceAll<PlainLanes<Unsigned>>(Product(), inputs, outputs, count, streaming);
+      return reduceAll<PlainLanes<Unsigned>>(Product(), inputs, outputs, count, hints);
     case ReduceOp::Min:
-      return reduceAll<PlainLanes<Signed>>(Min(), inputs, outputs, count, streaming);
+      return reduceAll<PlainLanes<Signed>>(Min(), inputs, outputs, count, hints);
     case ReduceOp::Max:
-      return reduceAll<PlainLanes<Signed>>(Max(), inputs, outputs, count, streaming);
+      return reduceAll<PlainLanes<Signed>>(Max(), inputs, outputs, count, hints);
     default:
       return reduceBits<PlainLanes<std::uint8_t>>(op, inputs, outputs,
-                                                  count * static_cast<std::int64_t>(sizeof(Signed)), streaming);
+                                                  count * static_cast<std::int64_t>(sizeof(Signed)), hints);
   }
 }
 
-void reduceBool(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceBool(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, const CacheHints& hints) {
   const bool all = op == ReduceOp::And || op == ReduceOp::Product || op == ReduceOp::Min;
   const ReduceOp bits = all ? ReduceOp::And : op == ReduceOp::Xor ? ReduceOp::Xor : ReduceOp::Or;
-  reduceBits<BoolLanes>(bits, inputs, outputs, count, streaming);
+  reduceBits<BoolLanes>(bits, inputs, outputs, count, hints);
 }
 
-void reduceBFloat16(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceBFloat16(ReduceOp op, Inputs inputs, Outputs outputs, std::int64_t count, const CacheHints& hints) {
 #if HWY_TARGET <= HWY_AVX3 && HWY_ARCH_X86
   if ((op == ReduceOp::Sum || op == ReduceOp::Average) && convertsToBFloat16()) {
-    return reduceFloating<NativeBFloat16Lanes>(op, inputs, outputs, count, streaming);
+    return reduceFloating<NativeBFloat16Lanes>(op, inputs, outputs, count, hints);
   }
 #endif
-  reduceFloating<HalfLanes<BFloat16Format>>(op, inputs, outputs, count, streaming);
+  reduceFloating<HalfLanes<BFloat16Format>>(op, inputs, outputs, count, hints);
 }
 
-void reduceOnTarget(ReduceOp op, DType dtype, Inputs inputs, Outputs outputs, std::int64_t count, bool streaming) {
+void reduceOnTarget(ReduceOp op, DType dtype, Inputs inputs, Outputs outputs, std::int64_t count,
+                    const CacheHints& hints) {
   switch (dtype) {
     case DType::Float32:
-      return reduceFloating<PlainLanes<float>>(op, inputs, outputs, count, streaming);
+      return reduceFloating<PlainLanes<float>>(op, inputs, outputs, count, hints);
     case DType::Float64:
-      return reduceFloating<PlainLanes<double>>(op, inputs, outputs, count, streaming);
+      return reduceFloating<PlainLanes<double>>(op, inputs, outputs, count, hints);
     case DType::Float16:
-      return reduceFloating<HalfLanes<Float16Format>>(op, inputs, outputs, count, streaming);
+      return reduceFloating<HalfLanes<Float16Format>>(op, inputs, outputs, count, hints);
     case DType::BFloat16:
-      return reduceBFloat16(op, inputs, outputs, count, streaming);
+      return reduceBFloat16(op, inputs, outputs, count, hints);
     case DType::Int8:
-      return reduceInteger<std::int8_t, std::uint8_t>(op, inputs, outputs, count, streaming);
+      return reduceInteger<std::int8_t, std::uint8_t>(op, inputs, outputs, count, hints);
     case DType::Int16:
-      return reduceInteger<std::int16_t, std::uint16_t>(op, inputs, outputs, count, streaming);
+      return reduceInteger<std::int16_t, std::uint16_t>(op, inputs, outputs, count, hints);
     case DType::Int32:
-      return reduceInteger<std::int32_t, std::uint32_t>(op, inputs, outputs, count, streaming);
+      return reduceInteger<std::int32_t, std::uint32_t>(op, inputs, outputs, count, hints);
     case DType::Int64:
-      return reduceInteger<std::int64_t, std::uint64_t>(op, inputs, outputs, count, streaming);
+      return reduceInteger<std::int64_t, std::uint64_t>(op, inputs, outputs, count, hints);
     case DType::UInt8:
-      return reduceInteger<std::uint8_t, std::uint8_t>(op, inputs, outputs, count, streaming);
+      return reduceInteger<std::uint8_t, std::uint8_t>(op, inputs, outputs, count, hints);
     case DType::Bool:
-      return reduceBool(op, inputs, outputs, count, streaming);
+      return reduceBool(op, inputs, outputs, count, hints);
   }
 }
 
@@ -219,14 +228,14 @@ HWY_EXPORT(streamOnTarget);
 HWY_EXPORT(nameOfTarget);
 
 void reduceRanks(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs,
-                 std::span<std::byte* const> outputs, std::int64_t count, bool streaming) {
+                 std::span<std::byte* const> outputs, std::int64_t count, const CacheHints& hints) {
   check(supports(op, dtype), [&] { return concat("shm::reduce: no ", name(op), " of ", name(dtype)); });
   check(!inputs.empty() && !outputs.empty() && count >= 0, [&] {
     return concat("shm::reduce: ", inputs.size(), " inputs, ", outputs.size(), " outputs and ", count,
                   " elements; needs at least one input and one output");
   });
-  HWY_DYNAMIC_DISPATCH(reduceOnTarget)(op, dtype, inputs, outputs, count, streaming);
-  if (streaming) {
+  HWY_DYNAMIC_DISPATCH(reduceOnTarget)(op, dtype, inputs, outputs, count, hints);
+  if (hints.streaming) {
     hwy::FlushStream();
   }
 }

@@ -22,16 +22,24 @@
 
 namespace dc::shm {
 
+// How the caches are best used; no bit of a result depends on it.
+struct CacheHints {
+  // Stores that leave the result out of the caches, for outputs that nobody reads soon. Applies to outputs that are all
+  // equally far from a multiple of 64 bytes, a multiple of the element.
+  bool streaming = false;
+  // What the caller reads next, as many bytes as an input has: it is fetched beside the arithmetic, so that memory does
+  // not rest meanwhile. Never dereferenced; it may reach past the end of its buffer.
+  const std::byte* read_next = nullptr;
+};
+
 // outputs[.][i] = op over r = 0, 1, ... of inputs[r][i], in that order, for i < count. All outputs get the same bits.
 // An output may be one of the inputs exactly but overlaps nothing otherwise. No pointer needs any alignment.
-// `streaming` asks for stores that leave the result out of the caches, for outputs that nobody reads soon; it applies
-// to outputs that are all equally far from a multiple of 64 bytes, a multiple of the element. Such stores are done
-// before the function returns, as seen by one who acquires what the caller releases afterwards. Throws dc::Error if
-// `op` does not support `dtype` or there is no input or no output.
+// Streaming stores are done before the function returns, as seen by one who acquires what the caller releases
+// afterwards. Throws dc::Error if `op` does not support `dtype` or there is no input or no output.
 void reduceRanks(ReduceOp op, DType dtype, std::span<const std::byte* const> inputs,
-                 std::span<std::byte* const> outputs, std::int64_t count, bool streaming = false);
+                 std::span<std::byte* const> outputs, std::int64_t count, const CacheHints& hints = {});
 
-// memcpy, with the meaning of `streaming` as above. The regions do not overlap.
+// memcpy, with the meaning of CacheHints::streaming. The regions do not overlap.
 void copyBytes(std::byte* to, const std::byte* from, std::int64_t bytes, bool streaming = false);
 
 // The instruction set that reduce and copy use, for logs and tests: "AVX3", "AVX2", "SSE4", "SCALAR", "NEON". Tests

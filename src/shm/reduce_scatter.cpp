@@ -14,7 +14,7 @@ namespace {
 void reduceInto(Cursor& to, std::vector<const std::byte*>& places, std::int64_t bytes, DType dtype, ReduceOp op,
                 bool streaming) {
   to.take(bytes, [&](std::byte* data, std::int64_t size) {
-    reduceRanks(op, dtype, places, {&data, 1}, size / sizeOf(dtype), streaming);
+    reduceRanks(op, dtype, places, {&data, 1}, size / sizeOf(dtype), {.streaming = streaming});
     for (const std::byte*& place : places) {
       place += size;
     }
