@@ -71,12 +71,7 @@ class Measurement {
       return;
     }
     const std::vector<double> taken = seconds(candidates, kLargest);
-    std::size_t best = 0;
-    for (std::size_t i = 1; i < taken.size(); ++i) {
-      if (taken[i] < 0.97 * taken[best]) {  // a larger chunk must be worth the cache that it takes
-        best = i;
-      }
-    }
+    const auto best = static_cast<std::size_t>(std::min_element(taken.begin(), taken.end()) - taken.begin());
     best_.chunk_bytes = agree(taken[0] > 0 ? candidates[best].chunk_bytes : best_.chunk_bytes);
   }
 
