@@ -77,9 +77,7 @@ class Engine(EngineSurface):
             return
         self.sharding.planner  # noqa: B018 - made here, by all ranks together
         self.profile = Profile(self.sharding, options.profile_steps)
-        # On CUDA the calls only enqueue: how long they take says nothing of the step.
-        factor = options.replan_factor if self.sharding.runtime.device.type == "cpu" else 0
-        self.drift = Drift(self.sharding, factor, options.replan_steps)
+        self.drift = Drift(self.sharding, options.replan_factor, options.replan_steps)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -212,12 +210,9 @@ class Engine(EngineSurface):
             self.sharding.runtime.record_timeline(False)
             write_trace(self._trace_to, trace_events(self.sharding, self.sharding.runtime.take_timeline()))
             self._trace_to = None
-        if (
-            isinstance(self.profile, Profile)
-            and self.profile.done
-            and not self.profile.why_not
-            and self.drift.noticed()
-        ):
+        if not isinstance(self.profile, Profile) or not self.profile.done or self.profile.why_not:
+            self.drift.leave_out()
+        elif self.drift.noticed():
             self.profile.again()
 
     @property

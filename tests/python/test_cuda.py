@@ -232,6 +232,32 @@ def test_compute_that_inductor_captures_in_cuda_graphs_trains_the_same(world: in
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
+def steps_become_longer(rank: int, world: int, later_rows: int) -> tuple[list[tuple[float, float]], dict[str, str]]:
+    model = a_model()
+    settings = {"backend": "aot_eager", "profile_steps": 2, "replan_factor": 3.0, "replan_steps": 3}
+    engine = deepcompile.initialize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        {"zero_optimization": {"stage": 3}, "compile": settings, "timeout": 60},
+    )
+    for step in range(18):
+        x = torch.randn(later_rows if step >= 7 else 16, 64)
+        torch._dynamo.mark_dynamic(x, 0)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    return engine.drift.history, dict(engine.explain().rows)
+
+
+@needs_gpu
+def test_steps_that_take_the_device_much_longer_are_measured_and_planned_again():
+    (history, rows), (other, _) = run_ranks(2, steps_become_longer, 2 << 20)
+    assert history and history == other
+    expected, found = history[0]
+    assert found > 3 * expected
+    assert "when a step went from" in rows["planned again"]
+    assert run_ranks(2, steps_become_longer, 16)[0][0] == []
+
+
 @needs_gpu
 def test_a_step_whose_gradients_are_not_finite_changes_nothing_and_is_counted():
     run_ranks(2, overflows)
