@@ -44,7 +44,7 @@ test-cpp: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 
 test-python: build
-	$(PYTHON) -m pytest tests/python -q -m "not slow"
+	$(PYTHON) -m pytest tests/python -q -m "not slow" -n 2 --dist worksteal
 
 test-all: test-cpp
 	$(PYTHON) -m pip install -q $(TORCH) -r tests/requirements-transformers.txt
