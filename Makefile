@@ -44,7 +44,8 @@ test-cpp: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 
 test-python: build
-	$(PYTHON) -m pytest tests/python -q -m "not slow" -n 2 --dist worksteal
+	$(PYTHON) -m pytest tests/python -q -m "not slow and not alone" -n 2 --dist worksteal
+	$(PYTHON) -m pytest tests/python -q -m "alone and not slow"
 
 test-all: test-cpp
 	$(PYTHON) -m pip install -q $(TORCH) -r tests/requirements-transformers.txt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,59 +22,65 @@ class HostLap:
     def end(self) -> None:
         self._ended = time.perf_counter()
 
-    def known(self) -> bool:
-        return True
-
     def seconds(self) -> float:
         return self._ended - self._began
 
 
 class DeviceLap:
-    """The same by the device's, on the current stream: the host only enqueues, and how long that takes says nothing."""
+    """The same by the device's, on its current stream: the host only enqueues, and how long that takes says nothing."""
 
-    def __init__(self) -> None:
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._began.record()  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._began, self._ended = _timed(), _timed()
+        self._began.record(self._stream)  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        self._ended.record()  # type: ignore[no-untyped-call]
-
-    def known(self) -> bool:
-        return bool(self._ended.query())  # type: ignore[no-untyped-call]
+        self._ended.record(self._stream)  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float:
-        """Waits where it is not known yet."""
+        """Waits for the end where it has not come yet."""
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) * 1e-3
 
 
+def _timed() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 Lap = HostLap | DeviceLap
 
-
-def device_lap() -> DeviceLap | None:
-    """None in a capture: what is captured runs later, and often."""
-    return None if torch.cuda.is_current_stream_capturing() else DeviceLap()  # type: ignore[no-untyped-call]
+#: Calls of one step that are added up. A program may call the model often, and never step.
+_MOST_CALLS = 512
+#: So many steps a device may be behind the host, which does not wait for it.
+_BEHIND = 2
 
 
 class Drift:
-    """Adds up the time that the engine's calls take in a step. The median of the first ``steps`` steps after a plan is what
-    later medians are compared with; what the program does between the calls is not counted.
+    """Adds up the time that the engine's calls take in a step. The median of ``steps`` steps after a plan, but for the first
+    of them, is what later medians are compared with; what the program does between the calls is not counted. After every
+    drift twice as many steps are compared: planning again and again, where times go up and down, gains nothing.
     """
 
     def __init__(self, sharding: Sharding, factor: float, steps: int) -> None:
         self._sharding = sharding
         self._factor, self._steps = factor, steps
-        self._lap: Callable[[], Lap | None] = device_lap if sharding.runtime.device.type == "cuda" else HostLap
+        device = sharding.runtime.device
+        self._device = device if device.type == "cuda" else None
         self._current: Lap | None = None
-        self._laps: list[Lap] = []  # of this step
+        self._laps: deque[Lap] = deque(maxlen=_MOST_CALLS)  # of this step
         self._window: list[list[Lap]] = []  # of the steps before it
+        self._first = True
         self._expected: float | None = None
         #: (expected, found) seconds of the steps for which plans were made again.
         self.history: list[tuple[float, float]] = []
 
     def start(self) -> None:
-        if self._factor:
-            self._current = self._lap()
+        if not self._factor:
+            return
+        if self._device is None:
+            self._current = HostLap()
+        elif not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            self._current = DeviceLap(self._device)  # what is captured runs later, and often
 
     def stop(self) -> None:
         if self._current is not None:
@@ -84,24 +90,27 @@ class Drift:
 
     def leave_out(self) -> None:
         """At the end of a step that is not compared."""
-        self._laps = []
+        self._laps.clear()
 
     def forget(self) -> None:
-        """After a new plan, only what comes counts."""
-        self._laps, self._window, self._expected = [], [], None
+        """After a new plan, only what comes counts, and of that not the first step, in which new code is loaded."""
+        self._laps.clear()
+        self._window, self._first, self._expected = [], True, None
 
     def noticed(self) -> bool:
         """At the end of a step. True, on all ranks in the same step, when the steps no longer take what they took."""
-        if not self._laps:
+        laps = list(self._laps)
+        self._laps.clear()
+        if not laps:
             return False
-        self._window.append(self._laps)
-        self._laps = []
-        if len(self._window) < self._steps:
+        if self._first:
+            self._first = False
             return False
-        window, self._window = self._window, []
-        # A device may not have come to the last steps yet, which is no reason to wait for it.
-        known = [step for step in window if all(lap.known() for lap in step)] or window[:1]
-        own = statistics.median(sum(lap.seconds() for lap in step) for step in known)
+        self._window.append(laps)
+        if len(self._window) < self._steps + (0 if self._device is None else _BEHIND):
+            return False
+        compared, self._window = self._window[: self._steps], self._window[self._steps :]
+        own = statistics.median(sum(lap.seconds() for lap in step) for step in compared)
         found = self._sharding.planner.median_over_ranks(own, "compared its step times")
         if self._expected is None:
             self._expected = found
@@ -110,6 +119,7 @@ class Drift:
             return False
         self.history.append((self._expected, found))
         self.forget()
+        self._steps *= 2
         return True
 
 

@@ -107,8 +107,9 @@ class Engine(EngineSurface):
         finally:
             if training:
                 self.profile.end_forward()
-                self.drift.stop()
             runtime.end_forward()
+            if training:
+                self.drift.stop()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when an optimizer step follows the next (or the last) backward."""

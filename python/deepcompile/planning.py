@@ -318,7 +318,13 @@ class StepPlanner:
 
     def median_over_ranks(self, value: float, what: str) -> float:
         """A collective, with a deadline."""
-        return statistics.median(float(text) for text in self._agreement.exchange(repr(value), what))
+        said = self._agreement.exchange(repr(value), what)
+        for rank, text in enumerate(said):
+            try:
+                float(text)
+            except ValueError:  # it is at another agreement
+                self._agreement.refuse(repr(value), text, rank, what)
+        return statistics.median(map(float, said))
 
 
 def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:

@@ -103,7 +103,9 @@ class Measurement {
           allReduce(group_, data_.data(), data_.data(), bytes / 4, DType::Float32, ReduceOp::Max);
         }
         const double taken = std::chrono::duration<double>(Clock::now() - started).count();
-        best[i] = round <= 1 ? taken : std::min(best[i], taken);  // the first one warms up
+        if (round > 0) {  // the first one warms up
+          best[i] = round == 1 ? taken : std::min(best[i], taken);
+        }
       }
     }
     return best;

@@ -256,6 +256,7 @@ def compiles_alone(rank: int, world: int) -> None:
         time.sleep(5)
 
 
+@pytest.mark.alone
 def test_a_rank_that_compiles_alone_is_told_who_did_not() -> None:
     with pytest.raises(RankFailed, match="rank 0 compiled a new graph, and rank 1 did not within 1 seconds"):
         run_ranks(2, compiles_alone, timeout=60)

@@ -226,6 +226,7 @@ def a_rank_stops(rank: int, world: int) -> tuple[str, float] | None:
     return str(raised.value), time.monotonic() - begin
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_a_rank_that_does_not_come_becomes_an_error_within_the_deadline(stream: str) -> None:
     message, took = run_ranks(2, a_rank_stops, may_die=(1,), environment={"DEEPCOMPILE_CPU_STREAM": stream})[0]

@@ -291,6 +291,7 @@ def data_ends(rank: int, world: int) -> None:
         time.sleep(8)  # alive, but with no more data
 
 
+@pytest.mark.alone
 def test_data_that_ends_earlier_on_one_rank_is_an_error_on_the_other_and_not_a_hang() -> None:
     with pytest.raises(RankFailed, match=r"rank 0 raised:(.|\n)*gathering parameter 'embed.weight'"):
         run_ranks(2, data_ends, timeout=60)

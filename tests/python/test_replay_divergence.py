@@ -140,6 +140,7 @@ def alone(rank: int, world: int, backend: str) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("communicator", ["auto", "c10d"])
 def test_a_rank_that_leaves_the_order_alone_is_named_on_all_ranks_within_the_deadline(communicator: str) -> None:
     first, second = run_ranks(2, alone, communicator, environment={"DEEPCOMPILE_COMMUNICATOR": communicator})

@@ -217,6 +217,7 @@ def test_a_rank_that_ends_is_named_at_once_and_leaves_nothing(way, asynchronous)
     assert heard[1] is None and all(heard[rank] < 10 for rank in (0, 2)), heard
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_is_named_after_the_deadline():
     harness.run_ranks(3, one_rank_stops)
 

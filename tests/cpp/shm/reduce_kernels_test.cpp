@@ -80,7 +80,7 @@ void reduceBuffers(ReduceOp op, DType dtype, std::vector<Buffer>& inputs, std::v
   std::transform(inputs.begin(), inputs.end(), std::back_inserter(from), [](Buffer& b) { return b.data(); });
   std::transform(outputs.begin(), outputs.end(), std::back_inserter(to), [](Buffer* b) { return b->data(); });
   // Reading ahead, here past the end of all buffers, changes no bit either.
-  const CacheHints hints = {streaming, streaming ? nullptr : from.front() + 64};
+  const CacheHints hints = {streaming, count % 2 == 0 ? nullptr : from.front() + 64};
   reduceRanks(op, dtype, from, to, count, hints);
 }
 
