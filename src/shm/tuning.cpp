@@ -1,13 +1,12 @@
 #include "deepcompile/shm/tuning.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <vector>
 
 #include "deepcompile/base/environment.h"
 #include "deepcompile/base/error.h"
+#include "deepcompile/base/last_cache.h"
 #include "deepcompile/shm/collectives.h"
 #include "deepcompile/shm/group.h"
 
@@ -146,7 +145,7 @@ void applyEnvironment(Group& group, Tuning& tuning) {
 }  // namespace
 
 std::int64_t defaultStreamingBytes() {
-  const std::int64_t last_cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+  static const std::int64_t last_cache = lastCacheBytes();  // asked for with every Tuning that is made
   return std::max<std::int64_t>(last_cache / 4, 4 << 20);
 }
 
