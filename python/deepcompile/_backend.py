@@ -106,7 +106,11 @@ class _Unit:
     @property
     def _runs_alone(self) -> bool:
         """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and all(sharding.reads_what_it_has for sharding in self._shardings)
+        return self._step is not None and self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return all(sharding.reads_what_it_has for sharding in self._shardings)
 
     @property
     def backend(self) -> str:
@@ -120,13 +124,18 @@ class _Unit:
 
         if all(sharding.whole for sharding in self._shardings):  # nothing to plan
             return compile_fx(self._module, list(self._inputs))
+        patches: dict[str, Any] = {"custom_partitioner_fn": _partitioner(self)}
+        if self._alone:
+            # Inductor would put all gradients of weights behind the rest of a backward, to hold fewer of them before they
+            # are handed over: but then they are still held, and until then so is what they are computed from.
+            patches["reorder_for_peak_memory"] = False
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(
                 self._module,
                 list(self._inputs),
                 inner_compile=self._compiles(compile_fx_inner),
-                config_patches={"custom_partitioner_fn": _partitioner(self)},
+                config_patches=patches,
             )
 
     def compile_for_eager(self) -> Any:

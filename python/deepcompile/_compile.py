@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -131,6 +131,9 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(buffer)
         if outputs and chained:
             order.last_buffer = next(iter(outputs))
+        if op in _GATHERS:
+            # The operator checks the shape itself, once for a parameter and not again for every reader.
+            vars(operation)["codegen_size_asserts"] = _no_asserts
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
             graph.never_reuse_buffers.update(outputs)
@@ -154,6 +157,10 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             order.only_freed.update(sources)
             order.leaving.update(sources)
     return result
+
+
+def _no_asserts(wrapper: Any) -> None:
+    pass
 
 
 def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
@@ -228,6 +235,20 @@ def _skip_our_own_frames(eval_frame: ModuleType) -> None:
 
     for function in (_saved_tensors._pack, _saved_tensors._unpack, *_sharded_modules.EAGER_FRAMES):
         eval_frame.skip_code(function.__code__)
+
+
+def keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Leaves out Dynamo's guards on what our properties are made of. That never changes, and a class that has them is
+    guarded itself; but these guards keep Dynamo from seeing at a glance that the modules around them are as they were.
+    """
+    from deepcompile import _sharded_modules
+
+    ours = tuple(
+        guard.name
+        for guard in guards
+        if guard.name.endswith(".fget") and getattr(guard.value, "__code__", None) in _sharded_modules.GETTERS
+    )
+    return [not guard.name.startswith(ours) for guard in guards]
 
 
 for _op in EFFECTS:

@@ -74,8 +74,8 @@ def _property(read: _Read) -> property:
     return property(gather)
 
 
-def _some_getter() -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, False, 0)).fget
+def _some_getter(whole: bool = False) -> Callable[..., Any]:
+    getter = _property(_Read("weight", 0, (), torch.float32, False, whole, 0)).fget
     assert getter is not None
     return getter
 
@@ -91,6 +91,9 @@ def _gathers_all(shards: list[Any], dtypes: list[torch.dtype], graph: int) -> Ca
 
 #: What runs when eager code reads a parameter or enters a leaf module; all functions of one maker are of one code.
 EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard, _gathers_all([], [], 0))
+
+#: The code of all properties.
+GETTERS = (_some_getter().__code__, _some_getter(whole=True).__code__)
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:

@@ -15,6 +15,7 @@ from torch import nn
 
 from deepcompile import _fused_adam
 from deepcompile._backend import load_compiler
+from deepcompile._compile import keep_guards
 from deepcompile.clipping import Clipping
 from deepcompile.config import Config
 from deepcompile.drift import Drift
@@ -71,7 +72,11 @@ class Engine(EngineSurface):
         options = self.config.compile
         load_compiler(options.backend)
         self._forward = torch.compile(
-            self.module, backend="deepcompile", dynamic=options.dynamic, fullgraph=options.fullgraph
+            self.module,
+            backend="deepcompile",
+            dynamic=options.dynamic,
+            fullgraph=options.fullgraph,
+            options={"guard_filter_fn": keep_guards},
         )
         if self.sharding.whole:  # nothing to plan
             return

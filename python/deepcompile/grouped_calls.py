@@ -20,6 +20,16 @@ from deepcompile.segments import GATHER, REDUCE
 GATHER_ALL = torch.ops.dc.gather_shards.default
 REDUCE_ALL = torch.ops.dc.reduce_shards.default
 
+#: They keep the order of the elements.
+_RESHAPES = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.unsqueeze.default,
+)
+
 #: Gradients that one call hands over.
 GRADIENTS_A_CALL = 16
 
@@ -71,12 +81,20 @@ def _reduce_together(graph: fx.Graph) -> None:
     for group in groups:
         given = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
         with graph.inserting_before(group[-1]):
-            together = graph.call_function(
-                REDUCE_ALL, ([n.args[0] for n in group], [n.args[1] for n in group], group[0].args[2], given)
-            )
+            gradients = [_without_views(node.args[0]) for node in group]
+            together = graph.call_function(REDUCE_ALL, (gradients, [n.args[1] for n in group], group[0].args[2], given))
             together.meta = {**group[-1].meta, "val": None}
         for node in group:
             graph.erase_node(node)
+
+
+def _without_views(gradient: Any) -> fx.Node:
+    """What a reduction takes in any shape, in the shape that it was made in: the memory of a view could not be handed over,
+    for whoever made it still holds it.
+    """
+    while gradient.target in _RESHAPES and isinstance(gradient.args[0], fx.Node):
+        gradient = gradient.args[0]
+    return gradient  # type: ignore[no-any-return]
 
 
 __all__ = ["group_calls"]

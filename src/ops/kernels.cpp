@@ -10,6 +10,7 @@
 #include "deepcompile/ops/shapes_in_a_row.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/runtime.h"
 #include "deepcompile/runtime/storage_guard.h"
 #include "deepcompile/runtime/z3_executor.h"
@@ -72,21 +73,29 @@ void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t i
 namespace {
 
 // `given`: nobody writes to the gradient's memory any more; `for_good`: nor reads it.
-at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given,
-                      bool for_good = false) {
+void reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given, bool for_good = false) {
   CustomOpExecutor& executor = locked.executor();
   executor.noteAutogradTask(outermostAutogradTask());
-  at::Tensor result = given ? executor.reduceGivenGrad(grad, id, for_good) : executor.reduceGrad(grad, id);
+  if (given) {
+    executor.reduceGivenGrad(grad, id, for_good);
+  } else {
+    executor.reduceGrad(grad, id);
+  }
   if (executor.backwardImplicit() && executor.backwardOpen()) {
     endWithAutograd(locked.graph().id);
   }
-  return result;
+}
+
+// What a reduction returns: nobody reads it, and no allocator is asked for it.
+at::Tensor nothingLike(const at::Tensor& grad) {
+  return tensorOver(c10::DataPtr(nullptr, grad.device()), 0, {0}, grad.scalar_type(), grad.device());
 }
 
 }  // namespace
 
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  return reduceWith(Locked(graph_id), a, id, /*given=*/false);
+  reduceWith(Locked(graph_id), a, id, /*given=*/false);
+  return nothingLike(a);
 }
 
 void freeTensors(at::TensorList tensors) {
@@ -134,7 +143,8 @@ void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) 
 at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, bool given) {
   const Locked locked(graph_id);
   locked.z3("reduce_grad").allowReduction(id);
-  return reduceWith(locked, a, id, given);
+  reduceWith(locked, a, id, given);
+  return nothingLike(a);
 }
 
 std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {

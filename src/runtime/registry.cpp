@@ -48,7 +48,9 @@ GatheredParam& DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Te
   Entry& e = entry(ds_id);
   const at::ScalarType dtype = ds_tensor.scalar_type();
   const std::uint32_t version = e.param.isOffloaded() ? 0 : versionOf(e.param.getDSTensor());
-  GatheredParam copy{std::move(ds_tensor), Event(), 0, false, true, version};
+  GatheredParam copy;
+  copy.tensor = std::move(ds_tensor);
+  copy.version = version;
   const auto same = std::find_if(e.gathered.begin(), e.gathered.end(),
                                  [&](const GatheredParam& g) { return g.tensor.scalar_type() == dtype; });
   if (same != e.gathered.end()) {

@@ -23,6 +23,8 @@ struct GatheredParam {
   bool waited = false;        // someone was ordered after it
   bool valid = true;          // the shard has not changed since
   std::uint32_t version = 0;  // of the shard, when it was gathered
+  bool in_place = false;      // it is the shards themselves
+  bool let_go = false;        // nobody keeps it; as it costs nothing it may be taken up again
 };
 
 class DSParamRegistry {

@@ -6,6 +6,7 @@
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/raw_tensor.h"
 
 namespace dc {
 
@@ -24,6 +25,7 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
 
 void Z3CustomOpExecutor::startForward() {
   uses_.clear();
+  forgetWhatWasLetGo();
   in_place_.hold(false);
   comm_->placeTensors(nullptr);  // a backward that failed may have left it on
 }
@@ -33,7 +35,7 @@ void Z3CustomOpExecutor::startBackward(bool update) {
   uses_.clear();
 }
 
-at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+void Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   if (context_->config.debug && !context_->profiling) {
     int& pending = gathered_[ds_id];
     check(pending > 0, [&] {
@@ -45,13 +47,12 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
   const Timeline::Mark entered = context_->timeline->mark();
   const Timeline::Mark mark = context_->recorder->mark();
   const at::ScalarType dtype = grad_tensor.scalar_type();
-  at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
   context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
   context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
-  return result;
 }
 
 void Z3CustomOpExecutor::endBackward() {
@@ -97,6 +98,7 @@ void Z3CustomOpExecutor::endBackward() {
 }
 
 void Z3CustomOpExecutor::holdShards(bool hold) {
+  forgetWhatWasLetGo();
   in_place_.hold(hold);
   together_gathered_ = false;
   if (gather_.comm->readsPeers()) {
@@ -134,15 +136,18 @@ void Z3CustomOpExecutor::publishGradients() {
     if (!shard.requires_grad() || !shard.is_leaf()) {
       continue;
     }
-    at::Tensor gradient = param.gradMemory().view(shard.sizes());
+    const at::Tensor& memory = param.gradMemory();
+    at::Tensor& published = shard.mutable_grad();
+    if (published.defined() && published.is_alias_of(memory) && memory.scalar_type() == shard.scalar_type()) {
+      continue;
+    }
+    const at::Tensor& buffer = param.getGradBuffer();
+    at::Tensor gradient = buffer.sizes() == shard.sizes() ? aliasOf(buffer) : memory.view(shard.sizes());
     if (gradient.scalar_type() != shard.scalar_type()) {
       gradient = gradient.to(shard.scalar_type());
     }
-    at::Tensor& published = shard.mutable_grad();
-    if (!published.defined() || !published.is_alias_of(gradient)) {
-      published = gradient;
-      param_registry_->getParam(id).notePublished(gradient);
-    }
+    published = gradient;
+    param_registry_->getParam(id).notePublished(gradient);
   }
 }
 

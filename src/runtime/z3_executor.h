@@ -44,7 +44,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void endReads() override;
   void startBackward(bool update) override;
   void endBackward() override;
-  at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
+  void reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
 
   // The gathered parameter, cast to `dtype` before it travels. Readable after waitAllgather. A valid copy is returned
   // as it is; nothing is launched then.
@@ -107,6 +107,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
     at::Tensor tensor;  // the same memory as the parameter
   };
   Launched prepare(const Wanted& wanted);
+  GatherKey keyOf(const Wanted& wanted, const at::Tensor& shard) const;
+  // The parameter where its shards lie, undefined where it has to be gathered. May meet the other ranks.
+  at::Tensor overShards(const Wanted& wanted);
+  // Registers such a copy, or takes up again one that was let go of; null where it has to be gathered.
+  GatheredParam* readInPlace(const Wanted& wanted);
+  // Before the ranks meet again: they may have changed their shards.
+  void forgetWhatWasLetGo();
   // Starts the gathers and returns the event after which they are complete.
   Event start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched);
   // Gathers and registers the copies; in a held step the small ones of all the step, too.
@@ -114,6 +121,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void launchNow(const std::vector<Wanted>& wanted);
   void gatherTogether(std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
+  GatheredParam* currentCopy(const Wanted& wanted);  // also one that was let go of
   void hold(std::int64_t ds_id);
   // The graph needs the parameter no longer; the last graph to say so frees its copies.
   void drop(std::int64_t ds_id, ReleasedSize size);

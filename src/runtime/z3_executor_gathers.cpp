@@ -18,8 +18,13 @@
 namespace dc {
 
 bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
-  const GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
-  return copy != nullptr && param_registry_->isCurrent(wanted.id, *copy);
+  const GatheredParam* copy = currentCopy(wanted);
+  return copy != nullptr && !copy->let_go;
+}
+
+GatheredParam* Z3CustomOpExecutor::currentCopy(const Wanted& wanted) {
+  GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  return copy != nullptr && param_registry_->isCurrent(wanted.id, *copy) ? copy : nullptr;
 }
 
 void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
@@ -54,24 +59,64 @@ at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
   return out;
 }
 
+GatherKey Z3CustomOpExecutor::keyOf(const Wanted& wanted, const at::Tensor& shard) const {
+  return {graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
+}
+
+at::Tensor Z3CustomOpExecutor::overShards(const Wanted& wanted) {
+  auto memory = in_place_.find(wanted.id, wanted.dtype);
+  if (memory == nullptr) {
+    return at::Tensor();
+  }
+  context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+  const DSParam& param = param_registry_->getParam(wanted.id);
+  const at::Tensor& shard = param.getDSTensor();
+  const std::int64_t bytes = param.getPaddedNumel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
+  return makeInPlace(std::move(memory), bytes, keyOf(wanted, shard), param.getShape(), shard.device(),
+                     context_->recorder);
+}
+
+GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted) {
+  GatheredParam* copy = currentCopy(wanted);
+  if (copy != nullptr) {
+    copy->let_go = false;
+    context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+  } else if (at::Tensor tensor = overShards(wanted); tensor.defined()) {
+    copy = &param_registry_->registerGatheredParam(wanted.id, std::move(tensor));
+    copy->in_place = true;
+    read_in_place_.push_back(wanted);
+  } else {
+    return nullptr;
+  }
+  context_->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
+  return copy;
+}
+
+void Z3CustomOpExecutor::forgetWhatWasLetGo() {
+  std::erase_if(read_in_place_, [&](const Wanted& wanted) {
+    const GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+    if (copy != nullptr && copy->let_go) {
+      forgetCopy(wanted);
+      return true;
+    }
+    return copy == nullptr;
+  });
+}
+
 Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
+  if (at::Tensor tensor = overShards(wanted); tensor.defined()) {
+    return {GatherPart(), std::move(tensor)};
+  }
   const DSParam& param = param_registry_->getParam(wanted.id);
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t padded = param.getPaddedNumel();
-  const GatherKey key{graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
-  if (auto memory = in_place_.find(wanted.id, wanted.dtype); memory != nullptr) {
-    context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
-    const std::int64_t bytes = padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
-    return {GatherPart(),
-            makeInPlace(std::move(memory), bytes, key, param.getShape(), shard.device(), context_->recorder)};
-  }
   Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
   if (!buffer.free_after.trivial()) {
     gather_.stream->wait(buffer.free_after, context_->deadline());
   }
   void* const memory = buffer.memory.get();
-  at::Tensor gathered =
-      makeGathered(gather_.pool, std::move(buffer), key, param.getShape(), shard.device(), context_->recorder);
+  at::Tensor gathered = makeGathered(gather_.pool, std::move(buffer), keyOf(wanted, shard), param.getShape(),
+                                     shard.device(), context_->recorder);
   if (gather_.comm->size() == 1 && padded == param.numel()) {
     return {{shard, gathered}, gathered};  // copied in the caller's own order, whatever its shape
   }
@@ -214,7 +259,7 @@ void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {
     // What is there is out of date: its memory first, so that the new copy may use it.
-    if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr) {
+    if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr && !old->let_go) {
       releaseStorage(
           old->tensor,
           concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
@@ -231,6 +276,7 @@ void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
       awaitCopy(copy);
     }
     if (!launched[i].part.full.defined()) {
+      copy.in_place = true;
       read_in_place_.push_back(wanted[i]);
     }
   }
@@ -356,6 +402,9 @@ void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
                                              ", ", place(), "); gather it again, or count this use in n_users"));
   }
   for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
+    if (copy.let_go) {
+      continue;  // the shards stay, and so do those that read them
+    }
     if (context_->config.debug) {
       context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
     }

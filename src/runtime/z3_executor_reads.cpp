@@ -35,7 +35,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   const bool found = hasCurrentCopy(wanted);
   if (found) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
-  } else {
+  } else if (readInPlace(wanted) == nullptr) {
     launch({wanted});
   }
   record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, backward, mark);
@@ -124,6 +124,11 @@ void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
   }
   if (holders > 0) {
     return;  // another graph means to read it
+  }
+  GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  if (copy != nullptr && copy->in_place && in_place_.holding()) {
+    copy->let_go = true;
+    return;
   }
   forgetCopy(wanted);
 }

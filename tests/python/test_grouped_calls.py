@@ -51,6 +51,22 @@ def test_a_graph_has_one_call_for_its_gathers_and_one_for_every_sixteen_gradient
     assert order[first] < order[second.args[0][1]], "the first sixteen do not wait for the rest"
 
 
+def test_a_gradient_is_handed_over_as_it_was_made_and_not_as_a_view_of_it() -> None:
+    module = graph_with(2, cast=-1)
+    first, second = [node for node in module.graph.nodes if node.target is REDUCE]
+    made, transposed = first.args[0], second.args[0]
+    aten = torch.ops.aten
+    with module.graph.inserting_before(first):
+        flat = module.graph.call_function(aten.view.default, (made, [6]))
+        first.args = (module.graph.call_function(aten.unsqueeze.default, (flat, 0)), *first.args[1:])
+    with module.graph.inserting_before(second):
+        transposed = module.graph.call_function(aten.t.default, (transposed,))
+        second.args = (module.graph.call_function(aten.reshape.default, (transposed, [6])), *second.args[1:])
+    group_calls(module.graph)
+    (together,) = [node for node in module.graph.nodes if node.target is REDUCE_ALL]
+    assert together.args[0] == [made, transposed], "a transposition has another order of elements"
+
+
 def test_parameters_of_two_engines_in_one_graph_are_called_for_apart() -> None:
     module = graph_with(8, cast=-1)
     for number, node in enumerate(module.graph.nodes):
@@ -136,9 +152,8 @@ def test_one_rank_trains_as_unsharded_and_gradients_become_the_buffers_where_tho
     [(losses, stats)] = run_ranks(1, few_calls, accumulation, budget)
     assert losses == pytest.approx(unsharded(1, 6, accumulation)[0], rel=1e-5)
     assert stats["gradients_reduced"] == 6 * accumulation * PARAMETERS
-    # Of each weight in every update but the first, whose buffers were there from the start; biases' may be views.
-    adopted = stats["gradients_in_place"]
-    assert adopted >= 5 * LAYERS if budget == "least" else adopted == 0
+    # In every update, that of biases, which are views of sums, like that of weights.
+    assert stats["gradients_in_place"] == (6 * PARAMETERS if budget == "least" else 0)
 
 
 def refuses(rank: int, world: int) -> None:

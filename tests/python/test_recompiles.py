@@ -83,3 +83,31 @@ def test_a_model_recompiles_and_breaks_no_oftener_than_under_plain_compile(kind:
 def test_a_transformers_model_recompiles_and_breaks_no_oftener_than_under_plain_compile(kind: str) -> None:
     pytest.importorskip("transformers", reason="tests/requirements-transformers.txt installs it")
     assert_compiles_like_plain(kind)
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def guards(rank: int, world: int) -> str:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    model = TwoLayers()
+    config = {"zero_optimization": {"stage": 3}, "timeout": 60, "compile": {"backend": "aot_eager"}}
+    engine = deepcompile.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    engine(torch.ones(2, 4))
+    (entry,) = _debug_get_cache_entry_list(TwoLayers.forward.__code__)
+    return str(entry.guard_manager)
+
+
+def test_guards_are_on_the_classes_of_sharded_modules_and_not_on_what_their_properties_are_made_of() -> None:
+    for found in run_ranks(2, guards):
+        assert "_parameters['weight']" in found and "TYPE_MATCH" in found
+        assert ".fget" not in found and "__closure__" not in found

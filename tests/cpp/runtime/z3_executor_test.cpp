@@ -167,6 +167,40 @@ TEST_P(Z3, APersistentParameterStaysGathered) {
   });
 }
 
+TEST_P(Z3, AParameterThatIsReadInPlaceIsReadAgainFromTheSameTensorUntilTheReadsEndOrTheShardChanges) {
+  GroupSetup alone = setup(1);
+  alone.config.debug = false;  // which wants memory of its own
+  runRanks(alone, [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    const auto read = [&] { return graph->gatherShard(1, std::nullopt, /*keep=*/false); };
+    const auto& stats = rank.context->stats;
+    graph->startForward();
+    graph->holdShards(true);
+    const at::Tensor first = read();
+    EXPECT_EQ(first.const_data_ptr(), rank.registry->getParam(1).getDSTensor().const_data_ptr());
+    EXPECT_TRUE(read().is_alias_of(first));
+    EXPECT_EQ(stats.gathers_in_place, 2);
+    EXPECT_EQ(stats.gathers_launched, 2);
+    EXPECT_EQ(stats.gathers_reused, 0);
+    {
+      const at::NoGradGuard no_grad;
+      rank.registry->getParam(1).getDSTensor().add_(1);
+    }
+    const at::Tensor changed = read();
+    EXPECT_FALSE(changed.is_alias_of(first));
+    EXPECT_TRUE(at::equal(changed, valuesOf(1) + 1));
+    EXPECT_TRUE(at::equal(first, changed)) << "what was handed out stays readable";
+    graph->startForward();
+    graph->holdShards(true);
+    EXPECT_FALSE(read().is_alias_of(changed)) << "the ranks have to meet again";
+    const at::Tensor last = read();
+    graph->endReads();
+    EXPECT_FALSE(read().is_alias_of(last));
+    EXPECT_EQ(stats.gathers_in_place, 5);
+    EXPECT_EQ(stats.gathers_launched, 6);
+  });
+}
+
 TEST_P(Z3, StorageIsFreedWhenNoGraphHoldsTheParameter) {
   runRanks(setup(), [](Rank& rank) {
     const auto first = graphOf(rank);
