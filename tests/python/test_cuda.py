@@ -250,7 +250,7 @@ def steps_become_longer(rank: int, world: int, later_rows: int) -> tuple[list[tu
 
 @needs_gpu
 def test_steps_that_take_the_device_much_longer_are_measured_and_planned_again():
-    (history, rows), (other, _) = run_ranks(2, steps_become_longer, 2 << 20)
+    (history, rows), (other, _) = run_ranks(2, steps_become_longer, 8 << 20)
     assert history and history == other
     expected, found = history[0]
     assert found > 3 * expected
