@@ -161,12 +161,16 @@ def steps_a_turn(shape: tuple[int, int]) -> int:
 
 
 def _pin(rank: int) -> None:
-    """All systems take turns on the same cores: which ones the scheduler finds is worth a fifth of a host-bound step."""
+    """All systems take turns on the same cores: which ones the scheduler finds is worth a fifth of a host-bound step. The
+    threads that launch kernels, Python's own and autograd's, run in turn: they share a core, and all others have the rest.
+    """
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[rank * CORES_A_RANK : (rank + 1) * CORES_A_RANK]
-    for thread in os.listdir("/proc/self/task") if mine else ():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
-            os.sched_setaffinity(int(thread), mine)
+    for thread in os.listdir("/proc/self/task") if len(mine) > 1 else ():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # a thread that has ended meanwhile
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                launches = int(thread) == os.getpid() or file.read().startswith("pt_autograd")
+            os.sched_setaffinity(int(thread), mine[:1] if launches else mine[1:])
 
 
 class System:

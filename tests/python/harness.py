@@ -55,6 +55,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
         )
+        dist.barrier()  # a rank that leaves at once must not take a connection along that a peer is still making
         value = function(rank, world, *arguments)
         import deepcompile
 
