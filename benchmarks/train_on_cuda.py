@@ -166,7 +166,7 @@ def _pin(rank: int) -> None:
     """
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[rank * CORES_A_RANK : (rank + 1) * CORES_A_RANK]
-    for thread in os.listdir("/proc/self/task") if len(mine) > 1 else ():
+    for thread in os.listdir("/proc/self/task") if len(mine) == CORES_A_RANK else ():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # a thread that has ended meanwhile
             with open(f"/proc/self/task/{thread}/comm") as file:
                 launches = int(thread) == os.getpid() or file.read().startswith("pt_autograd")

@@ -106,11 +106,19 @@ class _Unit:
     @property
     def _runs_alone(self) -> bool:
         """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and self._alone
+        return self._step is not None and all(sharding.reads_what_it_has for sharding in self._shardings)
 
     @property
-    def _alone(self) -> bool:
-        return all(sharding.reads_what_it_has for sharding in self._shardings)
+    def _order(self) -> contextlib.AbstractContextManager[Any]:
+        """Inductor would put all gradients of weights behind the rest of a backward, to hold fewer of them before they are
+        handed over. Those of one rank are still held then, and until then so is what they are computed from.
+        """
+        if not self._runs_alone or self.backend != "inductor":
+            return contextlib.nullcontext()
+        from torch._inductor import config as inductor_config
+
+        patched: contextlib.AbstractContextManager[Any] = inductor_config.patch(reorder_for_peak_memory=False)
+        return patched
 
     @property
     def backend(self) -> str:
@@ -124,18 +132,13 @@ class _Unit:
 
         if all(sharding.whole for sharding in self._shardings):  # nothing to plan
             return compile_fx(self._module, list(self._inputs))
-        patches: dict[str, Any] = {"custom_partitioner_fn": _partitioner(self)}
-        if self._alone:
-            # Inductor would put all gradients of weights behind the rest of a backward, to hold fewer of them before they
-            # are handed over: but then they are still held, and until then so is what they are computed from.
-            patches["reorder_for_peak_memory"] = False
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(
                 self._module,
                 list(self._inputs),
                 inner_compile=self._compiles(compile_fx_inner),
-                config_patches=patches,
+                config_patches={"custom_partitioner_fn": _partitioner(self)},
             )
 
     def compile_for_eager(self) -> Any:
@@ -203,7 +206,8 @@ class _Unit:
             def with_plan(graph_plan: GraphPlan | None) -> Any:
                 # The compiler gets a graph of its own, which it may change: this one is for other plans.
                 graph = self._rewritten(module.graph, graph_plan, f"the {phase} of {step.name}")
-                return inner(_with_graph(module, graph), example_inputs, **kwargs)
+                with self._order:
+                    return inner(_with_graph(module, graph), example_inputs, **kwargs)
 
             function = with_plan(step.plan.graphs[phase] if step.plan else None)
             compiled = _Compiled(function, step, phase, self._sharding)

@@ -238,8 +238,8 @@ def _skip_our_own_frames(eval_frame: ModuleType) -> None:
 
 
 def keep_guards(guards: Sequence[Any]) -> list[bool]:
-    """Leaves out Dynamo's guards on what our properties are made of. That never changes, and a class that has them is
-    guarded itself; but these guards keep Dynamo from seeing at a glance that the modules around them are as they were.
+    """Leaves out Dynamo's guards on what our properties are made of. That never changes: another reading of a parameter is
+    another class. But these guards keep Dynamo from seeing at a glance that the modules around them are as they were.
     """
     from deepcompile import _sharded_modules
 

@@ -10,7 +10,6 @@
 #include "deepcompile/ops/shapes_in_a_row.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
-#include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/runtime.h"
 #include "deepcompile/runtime/storage_guard.h"
 #include "deepcompile/runtime/z3_executor.h"
@@ -73,29 +72,21 @@ void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t i
 namespace {
 
 // `given`: nobody writes to the gradient's memory any more; `for_good`: nor reads it.
-void reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given, bool for_good = false) {
+at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given,
+                      bool for_good = false) {
   CustomOpExecutor& executor = locked.executor();
   executor.noteAutogradTask(outermostAutogradTask());
-  if (given) {
-    executor.reduceGivenGrad(grad, id, for_good);
-  } else {
-    executor.reduceGrad(grad, id);
-  }
+  at::Tensor result = given ? executor.reduceGivenGrad(grad, id, for_good) : executor.reduceGrad(grad, id);
   if (executor.backwardImplicit() && executor.backwardOpen()) {
     endWithAutograd(locked.graph().id);
   }
-}
-
-// What a reduction returns: nobody reads it, and no allocator is asked for it.
-at::Tensor nothingLike(const at::Tensor& grad) {
-  return tensorOver(c10::DataPtr(nullptr, grad.device()), 0, {0}, grad.scalar_type(), grad.device());
+  return result;
 }
 
 }  // namespace
 
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  reduceWith(Locked(graph_id), a, id, /*given=*/false);
-  return nothingLike(a);
+  return reduceWith(Locked(graph_id), a, id, /*given=*/false);
 }
 
 void freeTensors(at::TensorList tensors) {
@@ -143,8 +134,7 @@ void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) 
 at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, bool given) {
   const Locked locked(graph_id);
   locked.z3("reduce_grad").allowReduction(id);
-  reduceWith(locked, a, id, given);
-  return nothingLike(a);
+  return reduceWith(locked, a, id, given);
 }
 
 std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {
@@ -156,7 +146,7 @@ namespace {
 at::Tensor gatherWith(const Locked& locked, const at::Tensor& shard, at::IntArrayRef shape,
                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
-  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, insideAutograd());
+  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, insideAutograd(), guard == kNoGuard);
   const DSParam& param = locked.graph().runtime->registry().getParam(id);
   check(gathered.sizes() == shape, [&] {
     return concat("gather_shard: ", param.describe(), " was asked for in shape [", join_as_str(shape, ", "), "]");

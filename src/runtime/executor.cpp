@@ -15,6 +15,7 @@
 #include "deepcompile/runtime/agreement.h"
 #include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/raw_tensor.h"
 
 namespace dc {
 
@@ -143,19 +144,21 @@ void CustomOpExecutor::checkGradient(const DSParam& param, const at::Tensor& gra
   });
 }
 
-void CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good) {
+at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good) {
   given_ = true;
   given_for_good_ = for_good;
   const auto end = c10::make_scope_exit([this] { given_ = given_for_good_ = false; });
-  reduceGrad(std::move(grad_tensor), ds_id);
+  return reduceGrad(std::move(grad_tensor), ds_id);
 }
 
-void CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   checkGradient(param, grad_tensor);
+  at::Tensor result =  // nobody reads it; an allocator would be asked for nothing
+      tensorOver(c10::DataPtr(nullptr, grad_tensor.device()), 0, {0}, grad_tensor.scalar_type(), grad_tensor.device());
   if (context_->profiling) {
-    return;
+    return result;
   }
   if (grad_tensor.layout() != at::kStrided) {
     grad_tensor = grad_tensor.to_dense();
@@ -167,12 +170,12 @@ void CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   }
   if (!communicates()) {
     accumulateLocally(param, grad_tensor);
-    return;
+    return result;
   }
   if (comm_->size() == 1) {
     // Nothing to agree on with other ranks, so nothing to order.
     enter({ds_id, std::move(grad_tensor), given_, given_for_good_});
-    return;
+    return result;
   }
   std::vector<ArrivedGradient> ready;
   const bool goes_now = order_->goesNow(ds_id);
@@ -187,6 +190,7 @@ void CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
     ready[0].given = given_;
   }
   enterInOrder(ready);
+  return result;
 }
 
 void CustomOpExecutor::accumulateLocally(const DSParam& param, const at::Tensor&) {

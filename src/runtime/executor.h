@@ -55,10 +55,10 @@ class CustomOpExecutor {
   // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or
   // leaves that to settle). Does nothing when no backward is open.
   virtual void endBackward();
-  // Takes a gradient of the whole parameter. Opens a backward when none is open.
-  virtual void reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
+  // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
+  virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id);
   // The same for a gradient that nobody writes to any more: it need not be copied, and lives until it is reduced.
-  void reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good = false);
+  at::Tensor reduceGivenGrad(at::Tensor grad_tensor, std::int64_t ds_id, bool for_good = false);
 
   // The backward that is opened next may end without a wait for its reductions; settle has it. The same on all ranks.
   void settleLater(bool later) { settle_later_ = later; }

@@ -60,12 +60,24 @@ GatheredParam& DSParamRegistry::registerGatheredParam(std::int64_t ds_id, at::Te
   return e.gathered.emplace_back(std::move(copy));
 }
 
+void DSParamRegistry::offload(std::int64_t ds_id) {
+  Entry& e = entry(ds_id);
+  std::erase_if(e.gathered, [](const GatheredParam& copy) { return copy.in_place; });
+  e.param.offload();
+}
+
+bool DSParamRegistry::hasGatheredParam(std::int64_t ds_id) const {
+  const auto& copies = entry(ds_id).gathered;
+  return std::any_of(copies.begin(), copies.end(), [](const GatheredParam& copy) { return !copy.let_go; });
+}
+
 void DSParamRegistry::unregisterGatheredParam(std::int64_t ds_id) { entry(ds_id).gathered.clear(); }
 
 const at::Tensor& DSParamRegistry::getGatheredParam(std::int64_t ds_id) const {
   const Entry& e = entry(ds_id);
-  check(!e.gathered.empty(), [&] { return concat(e.param.describe(), " is not gathered"); });
-  return e.gathered.back().tensor;
+  const auto last = std::find_if(e.gathered.rbegin(), e.gathered.rend(), [](const auto& copy) { return !copy.let_go; });
+  check(last != e.gathered.rend(), [&] { return concat(e.param.describe(), " is not gathered"); });
+  return last->tensor;
 }
 
 GatheredParam* DSParamRegistry::findGathered(std::int64_t ds_id, at::ScalarType dtype) {
@@ -85,8 +97,9 @@ void DSParamRegistry::setValid(std::int64_t ds_id, bool valid) {
 
 bool DSParamRegistry::isValid(std::int64_t ds_id) const {
   const auto& copies = entry(ds_id).gathered;
-  return !copies.empty() &&
-         std::all_of(copies.begin(), copies.end(), [&](const GatheredParam& copy) { return isCurrent(ds_id, copy); });
+  return hasGatheredParam(ds_id) && std::all_of(copies.begin(), copies.end(), [&](const GatheredParam& copy) {
+           return copy.let_go || isCurrent(ds_id, copy);
+         });
 }
 
 bool DSParamRegistry::isCurrent(std::int64_t ds_id, const GatheredParam& copy) const {

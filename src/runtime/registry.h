@@ -40,13 +40,15 @@ class DSParamRegistry {
   // In order of registration.
   const std::vector<std::int64_t>& getIds() const { return ids_; }
   void setPersistent(std::int64_t ds_id, bool persistent) { entry(ds_id).param.setPersistent(persistent); }
-  void offload(std::int64_t ds_id) { entry(ds_id).param.offload(); }
+  // What was read in place is not there any more.
+  void offload(std::int64_t ds_id);
   void reload(std::int64_t ds_id) { entry(ds_id).param.reload(); }
 
   // Gathered copies, at most one per dtype. A new copy replaces the one of the same dtype.
   GatheredParam& registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor);
   void unregisterGatheredParam(std::int64_t ds_id);
-  bool hasGatheredParam(std::int64_t ds_id) const { return !entry(ds_id).gathered.empty(); }
+  // All but those that were let go of.
+  bool hasGatheredParam(std::int64_t ds_id) const;
   const at::Tensor& getGatheredParam(std::int64_t ds_id) const;
   GatheredParam* findGathered(std::int64_t ds_id, at::ScalarType dtype);
   std::vector<GatheredParam>& gatheredCopies(std::int64_t ds_id) { return entry(ds_id).gathered; }

@@ -426,6 +426,9 @@ void Runtime::settle() {
 void Runtime::freeGathered(std::int64_t ds_id) {
   const DSParam& param = registry_->getParam(ds_id);
   for (const GatheredParam& copy : registry_->gatheredCopies(ds_id)) {
+    if (copy.let_go) {
+      continue;  // it belongs to those who read it, and its memory is the shards'
+    }
     releaseStorage(copy.tensor,
                    concat(param.describe(), " is read after its gathered copy was invalidated (", context_->place,
                           "); gather it again"),

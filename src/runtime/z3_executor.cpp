@@ -35,7 +35,7 @@ void Z3CustomOpExecutor::startBackward(bool update) {
   uses_.clear();
 }
 
-void Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   if (context_->config.debug && !context_->profiling) {
     int& pending = gathered_[ds_id];
     check(pending > 0, [&] {
@@ -47,12 +47,13 @@ void Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) 
   const Timeline::Mark entered = context_->timeline->mark();
   const Timeline::Mark mark = context_->recorder->mark();
   const at::ScalarType dtype = grad_tensor.scalar_type();
-  CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
+  at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
   context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
   context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
+  return result;
 }
 
 void Z3CustomOpExecutor::endBackward() {

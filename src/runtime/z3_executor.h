@@ -44,7 +44,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void endReads() override;
   void startBackward(bool update) override;
   void endBackward() override;
-  void reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
+  at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
 
   // The gathered parameter, cast to `dtype` before it travels. Readable after waitAllgather. A valid copy is returned
   // as it is; nothing is launched then.
@@ -61,8 +61,10 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // The gathered parameter, readable at once. The memory belongs to the returned tensor and its views and goes back to
   // the pool with the last of them; with `keep`, or for a persistent parameter, a copy also stays for later gathers
   // until the shard changes. A copy that a prefetch has started is waited for and handed over. `backward`: called in a
-  // backward pass (a forward that is run again).
-  at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false);
+  // backward pass (a forward that is run again). `traced`: by compiled code, whose tensors nobody guards against
+  // writes.
+  at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false,
+                         bool traced = false);
   // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the
   // whole step is followed, the latter is left to that.
   void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
@@ -110,8 +112,9 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   GatherKey keyOf(const Wanted& wanted, const at::Tensor& shard) const;
   // The parameter where its shards lie, undefined where it has to be gathered. May meet the other ranks.
   at::Tensor overShards(const Wanted& wanted);
-  // Registers such a copy, or takes up again one that was let go of; null where it has to be gathered.
-  GatheredParam* readInPlace(const Wanted& wanted);
+  // Registers such a copy, or takes up again one that was let go of and that nobody else has a tensor of; null where it
+  // has to be gathered.
+  GatheredParam* readInPlace(const Wanted& wanted, bool traced);
   // Before the ranks meet again: they may have changed their shards.
   void forgetWhatWasLetGo();
   // Starts the gathers and returns the event after which they are complete.
@@ -127,8 +130,9 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void drop(std::int64_t ds_id, ReleasedSize size);
   void freeCopies(std::int64_t ds_id, ReleasedSize size);
   void publishGradients();
-  // Stops keeping the copy; its memory lives on in the tensors that were handed out.
-  void letGo(const Wanted& wanted);
+  // Stops keeping the copy; its memory lives on in the tensors that were handed out. Where it is the shards themselves
+  // and was read by compiled code, it stays to be taken up again.
+  void letGo(const Wanted& wanted, bool traced = false);
   void forgetCopy(const Wanted& wanted);
   at::Tensor handOut(const GatheredParam& copy) const;
   void awaitCopy(GatheredParam& copy);

@@ -76,9 +76,9 @@ at::Tensor Z3CustomOpExecutor::overShards(const Wanted& wanted) {
                      context_->recorder);
 }
 
-GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted) {
-  GatheredParam* copy = currentCopy(wanted);
-  if (copy != nullptr) {
+GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted, bool traced) {
+  GatheredParam* copy = traced && in_place_.holding() ? currentCopy(wanted) : nullptr;
+  if (copy != nullptr && copy->let_go && copy->tensor.storage().use_count() == 1) {
     copy->let_go = false;
     context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
   } else if (at::Tensor tensor = overShards(wanted); tensor.defined()) {
@@ -329,13 +329,16 @@ void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds
 void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) {
   const DSParam& param = member(ds_id);
   auto& copies = param_registry_->gatheredCopies(ds_id);
-  check(!copies.empty(), [&] {
+  check(param_registry_->hasGatheredParam(ds_id), [&] {
     return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(),
                   ")");
   });
   // A tensor of another dtype than any copy is a dummy: the id decides.
   const bool by_dtype = v.numel() > 0 && param_registry_->findGathered(ds_id, v.scalar_type()) != nullptr;
   for (GatheredParam& copy : copies) {
+    if (copy.let_go) {
+      continue;
+    }
     if (by_dtype && copy.tensor.scalar_type() != v.scalar_type()) {
       continue;
     }

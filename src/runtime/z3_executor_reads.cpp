@@ -24,7 +24,7 @@ void Z3CustomOpExecutor::record(RecordedOp::Kind kind, const Wanted& wanted, boo
 }
 
 at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep,
-                                           bool backward) {
+                                           bool backward, bool traced) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
@@ -35,7 +35,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   const bool found = hasCurrentCopy(wanted);
   if (found) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
-  } else if (readInPlace(wanted) == nullptr) {
+  } else if (readInPlace(wanted, traced) == nullptr) {
     launch({wanted});
   }
   record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, backward, mark);
@@ -45,7 +45,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   record(RecordedOp::Kind::Wait, wanted, backward, mark);
   at::Tensor tensor = aliasOf(copy.tensor);
   if (!keep) {
-    letGo(wanted);
+    letGo(wanted, traced);
   }
   context_->timeline->add(Timeline::Kind::Take, ds_id, 0, entered);
   return tensor;
@@ -117,7 +117,7 @@ ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) 
   return step;
 }
 
-void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
+void Z3CustomOpExecutor::letGo(const Wanted& wanted, bool traced) {
   int& holders = param_registry_->holders(wanted.id);
   if (held_.erase(wanted.id)) {
     --holders;
@@ -126,7 +126,8 @@ void Z3CustomOpExecutor::letGo(const Wanted& wanted) {
     return;  // another graph means to read it
   }
   GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
-  if (copy != nullptr && copy->in_place && in_place_.holding()) {
+  // A recording says until when the tensors that were handed out lived.
+  if (traced && copy != nullptr && copy->in_place && in_place_.holding() && !context_->recorder->recording()) {
     copy->let_go = true;
     return;
   }

@@ -167,37 +167,65 @@ TEST_P(Z3, APersistentParameterStaysGathered) {
   });
 }
 
-TEST_P(Z3, AParameterThatIsReadInPlaceIsReadAgainFromTheSameTensorUntilTheReadsEndOrTheShardChanges) {
+TEST_P(Z3, ATensorOverShardsIsTakenUpAgainWhereNobodyHasItAnyMoreUntilTheReadsEndOrTheShardChanges) {
   GroupSetup alone = setup(1);
   alone.config.debug = false;  // which wants memory of its own
   runRanks(alone, [](Rank& rank) {
     const auto graph = graphOf(rank);
-    const auto read = [&] { return graph->gatherShard(1, std::nullopt, /*keep=*/false); };
+    const at::Tensor& shard = rank.registry->getParam(1).getDSTensor();
+    const auto read = [&](bool traced = true) {
+      return graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, traced);
+    };
+    const auto storageOf = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
     const auto& stats = rank.context->stats;
     graph->startForward();
     graph->holdShards(true);
-    const at::Tensor first = read();
-    EXPECT_EQ(first.const_data_ptr(), rank.registry->getParam(1).getDSTensor().const_data_ptr());
-    EXPECT_TRUE(read().is_alias_of(first));
-    EXPECT_EQ(stats.gathers_in_place, 2);
-    EXPECT_EQ(stats.gathers_launched, 2);
+    const c10::Storage first = read().storage();  // held, so that no other storage gets its address
+    EXPECT_EQ(first.data(), shard.const_data_ptr());
+    at::Tensor second = read();
+    EXPECT_NE(storageOf(second), first.unsafeGetStorageImpl()) << "somebody has it";
+    const void* const let_go = storageOf(second);
+    second.reset();
+    EXPECT_FALSE(rank.registry->hasGatheredParam(1));
+    EXPECT_NE(storageOf(read(/*traced=*/false)), let_go) << "one whose writers are told";
+    second = read();
+    const void* const taken = storageOf(second);
+    second.reset();
+    second = read();
+    EXPECT_EQ(storageOf(second), taken);
+    EXPECT_EQ(stats.gathers_in_place, 5);
+    EXPECT_EQ(stats.gathers_launched, 5);
     EXPECT_EQ(stats.gathers_reused, 0);
     {
       const at::NoGradGuard no_grad;
-      rank.registry->getParam(1).getDSTensor().add_(1);
+      shard.add_(1);
     }
     const at::Tensor changed = read();
-    EXPECT_FALSE(changed.is_alias_of(first));
+    EXPECT_NE(storageOf(changed), taken);
     EXPECT_TRUE(at::equal(changed, valuesOf(1) + 1));
-    EXPECT_TRUE(at::equal(first, changed)) << "what was handed out stays readable";
-    graph->startForward();
-    graph->holdShards(true);
-    EXPECT_FALSE(read().is_alias_of(changed)) << "the ranks have to meet again";
-    const at::Tensor last = read();
+    EXPECT_TRUE(at::equal(second, changed)) << "what was handed out stays readable";
+    const c10::Storage last = read().storage();
     graph->endReads();
-    EXPECT_FALSE(read().is_alias_of(last));
-    EXPECT_EQ(stats.gathers_in_place, 5);
-    EXPECT_EQ(stats.gathers_launched, 6);
+    EXPECT_NE(read().const_data_ptr(), shard.const_data_ptr());
+    EXPECT_EQ(stats.gathers_in_place, 7);
+    EXPECT_EQ(stats.gathers_launched, 8);
+  });
+}
+
+TEST_P(Z3, ATensorOverShardsThatWasLetGoOfIsNotTakenUpWhenTheRanksHaveToMeetAgain) {
+  GroupSetup alone = setup(1);
+  alone.config.debug = false;
+  runRanks(alone, [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    for (int step = 0; step < 2; ++step) {
+      graph->startForward();
+      graph->holdShards(true);
+      EXPECT_TRUE(rank.registry->gatheredCopies(1).empty());
+      graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, /*traced=*/true);
+      EXPECT_EQ(rank.registry->gatheredCopies(1).size(), 1);
+    }
+    rank.registry->offload(1);
+    EXPECT_TRUE(rank.registry->gatheredCopies(1).empty()) << "its memory is gone";
   });
 }
 
