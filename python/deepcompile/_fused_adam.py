@@ -2,11 +2,14 @@
 
 ``step`` walks through all parameters in Python, sorts them by device and dtype, and, where an update may turn out not to
 happen, counts every parameter's step up before it and down after it. That takes the host longer than the kernels take a
-device. Here the same kernels get the same numbers: the bits are those of ``optimizer.step()``.
+device. Here the parameters are sorted once and the same kernels get the same numbers: the bits are those of
+``optimizer.step()``.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -16,24 +19,24 @@ from deepcompile import _shard_aware_torch
 
 def step(optimizer: Any) -> None:
     """``optimizer.step()``, by the short way where that does the same."""
-    batches = _batches(optimizer) if _is_plain(optimizer) else None
-    if batches is None:
+    updates = _updates(optimizer) if _is_plain(optimizer) else None
+    if updates is None:
         optimizer.step()
         return
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     counted = 1 if found_inf is None else 1 - found_inf
     with torch.no_grad(), torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        _shard_aware_torch.before_update(optimizer)
-        for group, params, states in batches:
-            steps = [state["step"] for state in states]
+        for batch, gradients in updates:
+            group = optimizer.param_groups[batch.group]
+            steps = [state["step"] for state in batch.states]
             torch._foreach_add_(steps, counted)
             beta1, beta2 = group["betas"]
             kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # type: ignore[attr-defined]
             kernel(
-                params,
-                [param.grad for param in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                batch.params,
+                gradients,
+                [state["exp_avg"] for state in batch.states],
+                [state["exp_avg_sq"] for state in batch.states],
                 [],
                 steps,
                 amsgrad=False,
@@ -46,7 +49,7 @@ def step(optimizer: Any) -> None:
                 grad_scale=scale,
                 found_inf=found_inf,
             )
-        _shard_aware_torch.after_update(optimizer)
+            _shard_aware_torch.note_update(batch.params)
     optimizer._opt_called = True  # what schedulers ask
 
 
@@ -74,32 +77,83 @@ def _is_plain(optimizer: Any) -> bool:
     )
 
 
-def _batches(optimizer: Any) -> list[tuple[dict[str, Any], list[Any], list[dict[str, Any]]]] | None:
-    """What one kernel updates: parameters of one group and dtype, with their states. None where ``step`` must do it, as
-    for the first update of a parameter.
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """What one kernel updates: parameters of one group, dtype and device, with their states."""
+
+    group: int
+    places: list[int]  # in the group
+    params: list[Any]
+    states: list[dict[str, Any]]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The batches of an optimizer, which hold as long as ``key`` is the same. ``kept``: so that no other object gets the
+    identity of one that the key names.
     """
-    found = []
-    devices: set[torch.device] = set()
-    state = optimizer.state
+
+    key: Any
+    kept: Any
+    batches: list[_Batch]
+
+
+_layouts: weakref.WeakKeyDictionary[Any, _Layout] = weakref.WeakKeyDictionary()
+
+
+def _updates(optimizer: Any) -> list[tuple[_Batch, list[torch.Tensor]]] | None:
+    """The batches with their gradients. None where ``step`` must do it, as for the first update of a parameter."""
     for group in optimizer.param_groups:
-        numbers = (group["lr"], *group["betas"])
         if not group["fused"] or group["amsgrad"] or group["differentiable"]:
             return None
-        if any(isinstance(number, torch.Tensor) for number in numbers):
+        if any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"])):
             return None
-        by_kind: dict[Any, list[Any]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                by_kind.setdefault((param.dtype, param.device), []).append(param)
-        devices.update(device for _, device in by_kind)
-        for params in by_kind.values():
-            states = [state.get(param) for param in params]
-            if not all(states):
+    gradients = [[param.grad for param in group["params"]] for group in optimizer.param_groups]
+    missing = [[place for place, gradient in enumerate(own) if gradient is None] for own in gradients]
+    params = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    key = params, missing, id(optimizer.state), list(map(id, optimizer.state.values()))
+    layout = _layouts.get(optimizer)
+    if layout is None or layout.key != key:
+        _layouts.pop(optimizer, None)
+        batches = _batches(optimizer, gradients)
+        if batches is None:
+            return None
+        _shard_aware_torch.before_update(optimizer)
+        kept = (
+            [list(group["params"]) for group in optimizer.param_groups],
+            optimizer.state,
+            list(optimizer.state.values()),
+        )
+        layout = _layouts[optimizer] = _Layout(key, kept, batches)
+    found = []
+    for batch in layout.batches:
+        own = [gradients[batch.group][place] for place in batch.places]
+        same = {gradient.dtype for gradient in own} == {batch.dtype} and batch.params[0].device == batch.device
+        if not same or any(gradient.is_sparse for gradient in own):
+            del _layouts[optimizer]
+            return None
+        found.append((batch, own))
+    return found
+
+
+def _batches(optimizer: Any, gradients: list[list[Any]]) -> list[_Batch] | None:
+    """None where a parameter has no state yet, or the parameters are on several devices: the loss scale is on one."""
+    found: dict[Any, _Batch] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if gradients[index][place] is None:
+                continue
+            state = optimizer.state.get(param)
+            if not state:
                 return None
-            if any(param.grad.is_sparse or param.grad.dtype != param.dtype for param in params):
-                return None
-            found.append((group, params, states))
-    return found if len(devices) <= 1 else None  # the loss scale is on one of them
+            kind = index, param.dtype, param.device
+            batch = found.setdefault(kind, _Batch(index, [], [], [], param.dtype, param.device))
+            batch.places.append(place)
+            batch.params.append(param)
+            batch.states.append(state)
+    return list(found.values()) if len({batch.device for batch in found.values()}) <= 1 else None
 
 
 __all__ = ["step"]

@@ -222,12 +222,12 @@ def after_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any =
     """What every ``optimizer.step()`` ends with. Gathered copies are out of date when the shard's version changes, which
     fused optimizers, and those that write to ``param.data``, leave as it was.
     """
-    updated = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None and hasattr(param, "full_shape")
-    ]
+    note_update([param for group in optimizer.param_groups for param in group["params"] if param.grad is not None])
+
+
+def note_update(params: list[torch.nn.Parameter]) -> None:
+    """What :func:`after_update` does for parameters that were updated."""
+    updated = [param for param in params if hasattr(param, "full_shape")]
     if updated:
         torch.autograd.graph.increment_version(updated)
 
@@ -237,6 +237,7 @@ __all__ = [
     "are_the_only_hooks",
     "before_update",
     "install",
+    "note_update",
     "refuse_whole_parameter_optimizer",
     "total_norm_over_shards",
 ]

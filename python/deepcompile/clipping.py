@@ -33,7 +33,7 @@ class Clipping:
         """False, on all ranks alike, when the gradients are not finite and the update must not happen. ``scale``: of the
         loss. ``must_know``: the caller needs the answer now; else it may be True too early, and :meth:`heard` tells.
         """
-        gradients = [s.param.grad for s in self._sharding.params if s.param.grad is not None]
+        gradients = [grad for s in self._sharding.params if (grad := s.param.grad) is not None]
         norm = total_norm_over_shards(gradients, 2.0, self._sharding.group)
         if self._skipped is not None and not must_know and getattr(optimizer, "_step_supports_amp_scaling", False):
             self._leave_it_to(optimizer, norm, scale)

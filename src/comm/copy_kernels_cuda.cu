@@ -7,6 +7,7 @@
 #include <c10/util/Half.h>
 
 #include "deepcompile/comm/copy_kernels_cuda.h"
+#include "deepcompile/comm/driver_kernel_cuda.h"
 #include "deepcompile/comm/pieces_cuda.h"
 
 namespace dc::cuda {
@@ -112,12 +113,16 @@ cudaError_t movePieces(const Piece* pieces, int count, cudaStream_t stream) {
   return launchAll(moveKernel<uint4, Launch, kElementsPerBlock>, pieces, count, stream);
 }
 
-cudaError_t movePiece(const Piece& piece, cudaStream_t stream) {
+cudaError_t movePiece(const Piece& piece, int device, cudaStream_t stream) {
   using OneLaunch = LaunchOf<Piece, 1>;
   constexpr std::int64_t kPerBlock = 4 * kThreads;
-  return inLaunches<OneLaunch>(&piece, 1, kPerBlock, [&](const OneLaunch& launch, int blocks) {
-    moveKernel<uint4, OneLaunch, kPerBlock><<<blocks, kThreads, 0, stream>>>(launch);
-  });
+  static DriverKernel kernel(reinterpret_cast<const void*>(&moveKernel<uint4, OneLaunch, kPerBlock>));
+  const int blocks = blocksFor(piece, kPerBlock);
+  if (blocks == 0) {
+    return cudaSuccess;
+  }
+  OneLaunch launch{{piece}, {0, blocks}, 1};
+  return kernel.launch(blocks, kThreads, &launch, device, stream);
 }
 
 cudaError_t delay(std::int64_t microseconds, cudaStream_t stream) {

@@ -1,25 +1,41 @@
 #include "deepcompile/runtime/buffer_pool.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace dc {
 
-Buffer BufferPool::take(std::int64_t bytes) {
+std::optional<Buffer> BufferPool::reuse(std::int64_t bytes, std::int64_t stream) {
+  const auto found = idle_.find(bytes);
+  if (found == idle_.end()) {
+    return std::nullopt;
+  }
+  std::vector<Buffer>& buffers = found->second;
+  const auto last = std::find_if(buffers.rbegin(), buffers.rend(), [&](const Buffer& b) { return b.stream == stream; });
+  if (last == buffers.rend()) {
+    return std::nullopt;
+  }
+  Buffer buffer = std::move(*last);
+  buffers.erase(std::next(last).base());
+  return buffer;
+}
+
+Buffer BufferPool::take(std::int64_t bytes, std::int64_t stream) {
   constexpr std::int64_t kGranule = 64;
   const std::int64_t wanted = (std::max<std::int64_t>(bytes, 1) + kGranule - 1) / kGranule * kGranule;
   const std::lock_guard lock(mutex_);
   ++taken_;
   Buffer buffer;
-  if (const auto found = idle_.find(wanted); found != idle_.end() && !found->second.empty()) {
-    buffer = std::move(found->second.back());
-    found->second.pop_back();
+  if (std::optional<Buffer> idle = reuse(wanted, stream)) {
+    buffer = *std::move(idle);
     idle_bytes_ -= buffer.bytes;
     ++reused_;
   } else {
     makeRoom(wanted);
     buffer.memory = allocator_->allocate(static_cast<std::size_t>(wanted));
     buffer.bytes = wanted;
+    buffer.stream = stream;
   }
   live_ += buffer.bytes;
   most_live_ = std::max(most_live_, live_);
@@ -33,7 +49,7 @@ void BufferPool::give(Buffer buffer) {
   idle_bytes_ += buffer.bytes;
   idle_[buffer.bytes].push_back(std::move(buffer));
   if (!keep_idle_) {
-    dropIdle(idle_bytes_);
+    dropIdle(idle_bytes_ - idleAnyway());
   }
 }
 
@@ -47,7 +63,7 @@ void BufferPool::keepIdle(bool keep) {
   const std::lock_guard lock(mutex_);
   keep_idle_ = keep;
   if (!keep) {
-    dropIdle(idle_bytes_);
+    dropIdle(idle_bytes_ - idleAnyway());
   }
 }
 

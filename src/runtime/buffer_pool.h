@@ -5,9 +5,11 @@
 // beyond that. The limit starts at an amount that no one misses.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <c10/core/Allocator.h>
@@ -21,6 +23,7 @@ struct Buffer {
   c10::DataPtr memory;
   std::int64_t bytes = 0;
   Event free_after;
+  std::int64_t stream = 0;  // of the caller who took it (currentStream), in whose order it is used and given back
 };
 
 class BufferPool {
@@ -32,8 +35,8 @@ class BufferPool {
       : allocator_(allocator), keep_(keep) {}
 
   // At least `bytes` bytes. The caller orders its use after `free_after`. Only buffers of the same size are used again:
-  // layers repeat their sizes.
-  Buffer take(std::int64_t bytes);
+  // layers repeat their sizes. And only on the same stream: on another one their last readers may not have ended.
+  Buffer take(std::int64_t bytes, std::int64_t stream = 0);
   void give(Buffer buffer);
 
   // Bytes that may be held, in use and idle together, even where less was ever in use at once.
@@ -43,7 +46,8 @@ class BufferPool {
   void trim();
   // What was in use at once until now counts no more: the pool holds no more than will be from now on.
   void forgetMost();
-  // False: memory goes back to the allocator as soon as nobody uses it, for whatever else needs some meanwhile.
+  // False: memory goes back to the allocator as soon as nobody uses it, for whatever else needs some meanwhile; all but what
+  // the limit allows of the amount that no one misses: a device's allocator takes the host longer than all else here.
   void keepIdle(bool keep);
 
   std::int64_t live() const;    // bytes in use
@@ -55,8 +59,11 @@ class BufferPool {
 
  private:
   void makeRoom(std::int64_t bytes);
+  // Takes an idle one out of the list of its size; nothing where there is none.
+  std::optional<Buffer> reuse(std::int64_t bytes, std::int64_t stream);
   void dropIdle(std::int64_t bytes);
   void drop(std::int64_t bytes);
+  std::int64_t idleAnyway() const { return std::min(limit_, kInitialLimit); }
 
   c10::Allocator* const allocator_;
   const Keep keep_;

@@ -151,12 +151,19 @@ at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_
   return reduceGrad(std::move(grad_tensor), ds_id);
 }
 
+// Nobody reads it, so one serves all gradients.
+at::Tensor CustomOpExecutor::emptyLike(const at::Tensor& grad) {
+  if (!empty_.defined() || empty_.scalar_type() != grad.scalar_type() || empty_.device() != grad.device()) {
+    empty_ = tensorOver(c10::DataPtr(nullptr, grad.device()), 0, {0}, grad.scalar_type(), grad.device());
+  }
+  return empty_;
+}
+
 at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   checkGradient(param, grad_tensor);
-  at::Tensor result =  // nobody reads it; an allocator would be asked for nothing
-      tensorOver(c10::DataPtr(nullptr, grad_tensor.device()), 0, {0}, grad_tensor.scalar_type(), grad_tensor.device());
+  at::Tensor result = emptyLike(grad_tensor);
   if (context_->profiling) {
     return result;
   }

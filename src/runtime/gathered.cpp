@@ -120,6 +120,12 @@ std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor) {
   return owner == nullptr ? std::nullopt : std::optional(owner->key);
 }
 
+void setGatherKey(const at::Tensor& gathered, const GatherKey& key) {
+  if (Owner* owner = ownerOf(gathered); owner != nullptr) {
+    owner->key = key;
+  }
+}
+
 void setFreeAfter(const at::Tensor& gathered, Event event) {
   if (Owner* owner = ownerOf(gathered); owner != nullptr && owner->buffer) {
     owner->buffer->free_after = std::move(event);

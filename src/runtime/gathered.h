@@ -38,6 +38,8 @@ at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, co
 
 // The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);
+// Another one for a tensor that makeGathered made: the same memory now holds what `key` says.
+void setGatherKey(const at::Tensor& gathered, const GatherKey& key);
 
 // The pool may use the memory of `gathered` again once `event` has passed.
 void setFreeAfter(const at::Tensor& gathered, Event event);

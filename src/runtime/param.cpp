@@ -28,6 +28,7 @@ DSParam::DSParam(std::int64_t id, std::vector<std::int64_t> ds_shape, at::Tensor
 
 void DSParam::setGradBuffer(at::Tensor grad_buffer) {
   grad_buffer_ = std::move(grad_buffer);
+  without_memory_ = c10::Storage();
   flat_grad_buffer_ = grad_buffer_.defined() ? grad_buffer_.view({-1}) : at::Tensor();
   trainable_ = grad_buffer_.defined() && (grad_buffer_.numel() > 0 || numel_ == 0 || !partitioned_);
   reduce_dtype_ = grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_;
@@ -59,12 +60,14 @@ void DSParam::letGradMemoryGo() const {
   if (!hasGradMemory() || grad_buffer_.storage_offset() != 0) {
     return;
   }
-  const c10::Storage nothing(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
-                                                                   c10::DataPtr(nullptr, grad_buffer_.device()),
-                                                                   c10::GetAllocator(grad_buffer_.device().type()),
-                                                                   /*resizable=*/true));
-  grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(nothing);
-  flat_grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(nothing);
+  if (!without_memory_ || without_memory_.nbytes() > 0) {  // who was shown it may have resized it
+    const at::Device device = grad_buffer_.device();
+    without_memory_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
+        /*resizable=*/true));
+  }
+  grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(without_memory_);
+  flat_grad_buffer_.unsafeGetTensorImpl()->set_storage_keep_dtype(without_memory_);
 }
 
 void DSParam::setName(std::string name) {

@@ -117,6 +117,7 @@ class DSParam {
   c10::weak_intrusive_ptr<c10::TensorImpl> published_{c10::intrusive_ptr<c10::TensorImpl>()};
   std::int64_t published_version_ = 0;
   mutable std::shared_ptr<Offload> offload_;  // made at first use
+  mutable c10::Storage without_memory_;       // of the gradient buffer when it has none; made at first use
 };
 
 }  // namespace dc

@@ -1,9 +1,11 @@
 // All parameters of one runtime and their gathered copies. Not synchronized: the runtime's lock guards it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -94,7 +96,12 @@ class DSParamRegistry {
     std::int64_t id;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
-  std::map<Place, Placed> ids_by_place_;
+  struct HashOfPlace {
+    std::size_t operator()(const Place& place) const {
+      return std::hash<const void*>()(place.first) ^ (static_cast<std::size_t>(place.second) * 0x9e3779b97f4a7c15ULL);
+    }
+  };
+  std::unordered_map<Place, Placed, HashOfPlace> ids_by_place_;
   std::vector<std::int64_t> ids_;
   IdSet accumulated_;
   bool update_followed_ = true;

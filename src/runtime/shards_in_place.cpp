@@ -84,27 +84,44 @@ void ShardsInPlace::meet() {
   joined_ = true;
 }
 
-std::shared_ptr<std::byte> ShardsInPlace::ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const {
+const at::Tensor* ShardsInPlace::ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const {
   const DSParam& param = registry_->getParam(ds_id);
-  if (param.getDtype() != dtype || placeOf(param) == nullptr || !param.getDSTensor().is_contiguous()) {
+  const bool lies = param.getDtype() == dtype && placeOf(param) != nullptr && param.getDSTensor().is_contiguous();
+  return lies ? &param.getDSTensor() : nullptr;
+}
+
+std::shared_ptr<std::byte> ShardsInPlace::joined(std::int64_t ds_id, at::ScalarType dtype) {
+  if (state_ == State::Held) {
+    meet();
+  }
+  const auto found = memory_.find(ds_id);
+  return found != memory_.end() && registry_->getParam(ds_id).getDtype() == dtype ? found->second : nullptr;
+}
+
+const void* ShardsInPlace::place(std::int64_t ds_id, at::ScalarType dtype) {
+  if (state_ == State::Off) {
     return nullptr;
   }
-  const auto shard = std::make_shared<at::Tensor>(param.getDSTensor());
-  return {shard, static_cast<std::byte*>(shard->mutable_data_ptr())};
+  if (comm_->size() > 1) {
+    return joined(ds_id, dtype).get();
+  }
+  const at::Tensor* const shard = ofOneRank(ds_id, dtype);
+  return shard == nullptr ? nullptr : shard->const_data_ptr();
 }
 
 std::shared_ptr<std::byte> ShardsInPlace::find(std::int64_t ds_id, at::ScalarType dtype) {
   if (state_ == State::Off) [[likely]] {
     return nullptr;
   }
-  if (comm_->size() == 1) {
-    return ofOneRank(ds_id, dtype);
+  if (comm_->size() > 1) {
+    return joined(ds_id, dtype);
   }
-  if (state_ == State::Held) {
-    meet();
+  const at::Tensor* const found = ofOneRank(ds_id, dtype);
+  if (found == nullptr) {
+    return nullptr;
   }
-  const auto found = memory_.find(ds_id);
-  return found != memory_.end() && registry_->getParam(ds_id).getDtype() == dtype ? found->second : nullptr;
+  const auto shard = std::make_shared<at::Tensor>(*found);
+  return {shard, static_cast<std::byte*>(shard->mutable_data_ptr())};
 }
 
 void ShardsInPlace::end() {

@@ -34,7 +34,9 @@ class ShardsInPlace {
   // Nobody changes a shard until end(). Again in every forward: the ranks then meet again. False: reads are gathers
   // again; what was read in place may still be read until end().
   void hold(bool hold);
-  // The memory of the whole parameter; null where it has to be gathered. May meet the other ranks.
+  // Where the whole parameter lies; null where it has to be gathered. May meet the other ranks.
+  const void* place(std::int64_t ds_id, at::ScalarType dtype);
+  // The same, kept in memory for as long as somebody has it.
   std::shared_ptr<std::byte> find(std::int64_t ds_id, at::ScalarType dtype);
   // True between hold() and end(), where parameters can be read in place.
   bool holding() const { return state_ != State::Off; }
@@ -48,7 +50,10 @@ class ShardsInPlace {
     Met,
   };
   void meet();
-  std::shared_ptr<std::byte> ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const;
+  // Of several ranks' shards; null where they are not joined.
+  std::shared_ptr<std::byte> joined(std::int64_t ds_id, at::ScalarType dtype);
+  // The only rank's shard; null where it does not lie there as the whole parameter.
+  const at::Tensor* ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const;
   bool whereTheyWere() const;
 
   const std::shared_ptr<Communicator> comm_;

@@ -25,7 +25,6 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
 
 void Z3CustomOpExecutor::startForward() {
   uses_.clear();
-  forgetWhatWasLetGo();
   in_place_.hold(false);
   comm_->placeTensors(nullptr);  // a backward that failed may have left it on
 }
@@ -99,7 +98,6 @@ void Z3CustomOpExecutor::endBackward() {
 }
 
 void Z3CustomOpExecutor::holdShards(bool hold) {
-  forgetWhatWasLetGo();
   in_place_.hold(hold);
   together_gathered_ = false;
   if (gather_.comm->readsPeers()) {
@@ -108,9 +106,13 @@ void Z3CustomOpExecutor::holdShards(bool hold) {
 }
 
 void Z3CustomOpExecutor::endReads() {
-  for (const Wanted& wanted : std::exchange(read_in_place_, {})) {
-    forgetCopy(wanted);
+  for (const Wanted& wanted : read_in_place_) {
+    const GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+    if (copy != nullptr && copy->in_place && !copy->let_go) {
+      forgetCopy(wanted);
+    }
   }
+  read_in_place_.clear();
   for (auto& [key, stays] : together_) {
     if (std::exchange(stays, false) && --param_registry_->holders(key.first) == 0 &&
         !param_registry_->getParam(key.first).isPersistent()) {

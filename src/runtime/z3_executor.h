@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -115,13 +116,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // Registers such a copy, or takes up again one that was let go of and that nobody else has a tensor of; null where it
   // has to be gathered.
   GatheredParam* readInPlace(const Wanted& wanted, bool traced);
-  // Before the ranks meet again: they may have changed their shards.
-  void forgetWhatWasLetGo();
+  GatheredParam* takeUpAgain(const Wanted& wanted);
   // Starts the gathers and returns the event after which they are complete.
-  Event start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched);
+  Event start(std::span<const Wanted> wanted, std::span<const Launched> launched);
   // Gathers and registers the copies; in a held step the small ones of all the step, too.
-  void launch(std::vector<Wanted> wanted);
-  void launchNow(const std::vector<Wanted>& wanted);
+  void launch(std::span<const Wanted> wanted);
+  void launch(const Wanted& wanted) { launch({&wanted, 1}); }
+  void launchNow(std::span<const Wanted> wanted);
   void gatherTogether(std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
   GatheredParam* currentCopy(const Wanted& wanted);  // also one that was let go of
@@ -145,7 +146,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   const std::int64_t graph_id_;
   const GatherResources gather_;
   ShardsInPlace in_place_;
-  std::vector<Wanted> read_in_place_;  // copies of the registry that are the shards themselves
+  std::vector<Wanted> read_in_place_;  // since the last update: copies of the registry that are the shards themselves
   // Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all
   // of them along, and they stay until its end: one meeting of the ranks instead of one for each.
   static constexpr std::int64_t kSmallBytes = 64 << 10;

@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/SmallVector.h>
 
 #include "deepcompile/base/error.h"
 #include "deepcompile/base/text.h"
@@ -76,31 +77,37 @@ at::Tensor Z3CustomOpExecutor::overShards(const Wanted& wanted) {
                      context_->recorder);
 }
 
-GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted, bool traced) {
-  GatheredParam* copy = traced && in_place_.holding() ? currentCopy(wanted) : nullptr;
-  if (copy != nullptr && copy->let_go && copy->tensor.storage().use_count() == 1) {
-    copy->let_go = false;
-    context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
-  } else if (at::Tensor tensor = overShards(wanted); tensor.defined()) {
-    copy = &param_registry_->registerGatheredParam(wanted.id, std::move(tensor));
-    copy->in_place = true;
-    read_in_place_.push_back(wanted);
-  } else {
+// Where the shards lie where they did, a tensor over them serves again, also in a later step, in which they hold other
+// numbers.
+GatheredParam* Z3CustomOpExecutor::takeUpAgain(const Wanted& wanted) {
+  GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  if (copy == nullptr || !copy->let_go || copy->tensor.storage().use_count() != 1 ||
+      in_place_.place(wanted.id, wanted.dtype) != copy->tensor.const_data_ptr() || context_->recorder->recording()) {
     return nullptr;
   }
-  context_->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
+  const at::Tensor& shard = param_registry_->getParam(wanted.id).getDSTensor();
+  const GatherKey key = keyOf(wanted, shard);
+  setGatherKey(copy->tensor, key);
+  copy->version = key.version;
+  copy->valid = true;
+  copy->let_go = false;
+  context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
   return copy;
 }
 
-void Z3CustomOpExecutor::forgetWhatWasLetGo() {
-  std::erase_if(read_in_place_, [&](const Wanted& wanted) {
-    const GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
-    if (copy != nullptr && copy->let_go) {
-      forgetCopy(wanted);
-      return true;
+GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted, bool traced) {
+  GatheredParam* copy = traced && in_place_.holding() ? takeUpAgain(wanted) : nullptr;
+  if (copy == nullptr) {
+    at::Tensor tensor = overShards(wanted);
+    if (!tensor.defined()) {
+      return nullptr;
     }
-    return copy == nullptr;
-  });
+    copy = &param_registry_->registerGatheredParam(wanted.id, std::move(tensor));
+    copy->in_place = true;
+  }
+  read_in_place_.push_back(wanted);
+  context_->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
+  return copy;
 }
 
 Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
@@ -110,7 +117,8 @@ Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
   const DSParam& param = param_registry_->getParam(wanted.id);
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t padded = param.getPaddedNumel();
-  Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)));
+  Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)),
+                                     currentStream(shard.device()));
   if (!buffer.free_after.trivial()) {
     gather_.stream->wait(buffer.free_after, context_->deadline());
   }
@@ -149,7 +157,7 @@ std::vector<GatherPart> castToTravel(const Communicator& comm, const std::vector
 
 }  // namespace
 
-Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::vector<Launched>& launched) {
+Event Z3CustomOpExecutor::start(std::span<const Wanted> wanted, std::span<const Launched> launched) {
   auto& stats = context_->stats;
   stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
   if (wanted.size() > 1) {
@@ -157,14 +165,13 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   }
   if (gather_.comm->size() == 1) {
     // Nobody to wait for: a copy in the caller's own order.
-    std::vector<CopyPart> copies;
-    copies.reserve(launched.size());
+    c10::SmallVector<CopyPart, 1> copies;
     for (const Launched& one : launched) {
       if (one.part.full.defined()) {
         copies.push_back({one.part.full, one.part.shard});
       }
     }
-    copyParts(copies);
+    copyParts({copies.data(), copies.size()});
     return Event();
   }
   std::vector<std::int64_t> ids;
@@ -218,9 +225,12 @@ Event Z3CustomOpExecutor::start(const std::vector<Wanted>& wanted, const std::ve
   return ready;
 }
 
-void Z3CustomOpExecutor::launch(std::vector<Wanted> wanted) {
+void Z3CustomOpExecutor::launch(std::span<const Wanted> wanted) {
+  std::vector<Wanted> rest;
   if (context_->small_together && in_place_.holding() && gather_.comm->size() > 1) {
-    gatherTogether(wanted);
+    rest.assign(wanted.begin(), wanted.end());
+    gatherTogether(rest);
+    wanted = rest;
   }
   if (!wanted.empty()) {
     launchNow(wanted);
@@ -254,8 +264,8 @@ void Z3CustomOpExecutor::gatherTogether(std::vector<Wanted>& wanted) {
   }
 }
 
-void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
-  std::vector<Launched> launched;
+void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
+  c10::SmallVector<Launched, 1> launched;
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {
     // What is there is out of date: its memory first, so that the new copy may use it.
@@ -267,7 +277,7 @@ void Z3CustomOpExecutor::launchNow(const std::vector<Wanted>& wanted) {
     }
     launched.push_back(prepare(one));
   }
-  const Event ready = start(wanted, launched);
+  const Event ready = start(wanted, {launched.data(), launched.size()});
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
     copy.ready = ready;
@@ -289,7 +299,7 @@ at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<
   if (hasCurrentCopy(wanted)) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
   } else {
-    launch({wanted});
+    launch(wanted);
   }
   hold(ds_id);
   if (backwardOpen()) {

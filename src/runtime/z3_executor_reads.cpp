@@ -36,7 +36,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   if (found) {
     context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
   } else if (readInPlace(wanted, traced) == nullptr) {
-    launch({wanted});
+    launch(wanted);
   }
   record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, backward, mark);
   mark = context_->recorder->mark();
@@ -162,7 +162,7 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   at::Tensor tensor;
   const bool found = hasCurrentCopy(wanted);
   if (!found && step.keep) {
-    launch({wanted});
+    launch(wanted);
   }
   if (found || step.keep) {
     record(found ? RecordedOp::Kind::Read : RecordedOp::Kind::Gather, wanted, true, mark);
@@ -176,7 +176,7 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   } else {
     context_->stats.gathers_in_backward.fetch_add(1, std::memory_order_relaxed);
     const Launched launched = prepare(wanted);
-    const Event ready = start({wanted}, {launched});
+    const Event ready = start({&wanted, 1}, {&launched, 1});
     record(RecordedOp::Kind::Gather, wanted, true, mark);
     mark = context_->recorder->mark();
     context_->await(ready);

@@ -67,6 +67,30 @@ TEST_F(BufferPoolTest, WhereNothingIsKeptMemoryGoesBackWhenNobodyUsesIt) {
   EXPECT_EQ(allocator_.held(), 0);
 }
 
+TEST_F(BufferPoolTest, WhereNothingIsKeptALittleStaysAllTheSame) {
+  BufferPool pool(&allocator_);
+  pool.keepIdle(false);
+  pool.give(pool.take(1000));
+  EXPECT_EQ(pool.idle(), 1024);
+  pool.give(pool.take(BufferPool::kInitialLimit + 64));
+  EXPECT_EQ(pool.idle(), 0);
+  EXPECT_EQ(allocator_.held(), 0);
+}
+
+TEST_F(BufferPoolTest, ABufferIsUsedAgainOnlyOnTheStreamThatItWasTakenOn) {
+  pool_.setLimit(BufferPool::kInitialLimit);
+  Buffer first = pool_.take(1000, /*stream=*/1);
+  Buffer second = pool_.take(1000, /*stream=*/2);
+  void* const of_first = first.memory.get();
+  void* const of_second = second.memory.get();
+  pool_.give(std::move(first));
+  pool_.give(std::move(second));
+  const Buffer third = pool_.take(1000, /*stream=*/3);
+  EXPECT_NE(third.memory.get(), of_first);
+  EXPECT_NE(third.memory.get(), of_second);
+  EXPECT_EQ(pool_.take(1000, /*stream=*/1).memory.get(), of_first);
+}
+
 TEST_F(BufferPoolTest, WhatWasOnceInUseCanBeForgotten) {
   Buffer kept = pool_.take(1000);
   pool_.give(pool_.take(5000));

@@ -212,18 +212,41 @@ TEST_P(Z3, ATensorOverShardsIsTakenUpAgainWhereNobodyHasItAnyMoreUntilTheReadsEn
   });
 }
 
-TEST_P(Z3, ATensorOverShardsThatWasLetGoOfIsNotTakenUpWhenTheRanksHaveToMeetAgain) {
+TEST_P(Z3, ATensorOverShardsServesLaterStepsUntilTheShardLiesElsewhere) {
   GroupSetup alone = setup(1);
   alone.config.debug = false;
   runRanks(alone, [](Rank& rank) {
     const auto graph = graphOf(rank);
-    for (int step = 0; step < 2; ++step) {
+    const at::Tensor& shard = rank.registry->getParam(1).getDSTensor();
+    const auto read = [&] {
+      return graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, /*traced=*/true);
+    };
+    const auto begin = [&] {
+      graph->endReads();
       graph->startForward();
       graph->holdShards(true);
-      EXPECT_TRUE(rank.registry->gatheredCopies(1).empty());
-      graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, /*traced=*/true);
-      EXPECT_EQ(rank.registry->gatheredCopies(1).size(), 1);
+    };
+    const void* first = nullptr;
+    for (int step = 0; step < 3; ++step) {
+      begin();
+      const at::Tensor tensor = read();
+      first = step == 0 ? tensor.storage().unsafeGetStorageImpl() : first;
+      EXPECT_EQ(tensor.storage().unsafeGetStorageImpl(), first);
+      EXPECT_TRUE(at::equal(tensor, valuesOf(1) + step));
+      EXPECT_EQ(gatherKeyOf(tensor)->version, DSParamRegistry::versionOf(shard)) << "what autograd saves of it";
+      const at::NoGradGuard no_grad;
+      shard.add_(1);
     }
+    const c10::Storage before = shard.storage();  // held, so that no other memory gets its address
+    shard.unsafeGetTensorImpl()->set_storage_keep_dtype(shard.clone().storage());
+    begin();
+    EXPECT_EQ(read().const_data_ptr(), shard.const_data_ptr());
+    graph->startForward();
+    EXPECT_FALSE(rank.registry->hasGatheredParam(1));
+    EXPECT_NE(read().const_data_ptr(), shard.const_data_ptr()) << "nobody holds the shards still";
+    begin();
+    read();
+    EXPECT_EQ(rank.registry->gatheredCopies(1).size(), 1);
     rank.registry->offload(1);
     EXPECT_TRUE(rank.registry->gatheredCopies(1).empty()) << "its memory is gone";
   });
