@@ -9,7 +9,6 @@ device. Here the parameters are sorted once and the same kernels get the same nu
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -26,17 +25,17 @@ def step(optimizer: Any) -> None:
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     counted = 1 if found_inf is None else 1 - found_inf
     with torch.no_grad(), torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        for batch, gradients in updates:
-            group = optimizer.param_groups[batch.group]
-            steps = [state["step"] for state in batch.states]
+        for update in updates:
+            group, params = optimizer.param_groups[update.batch.group], update.batch.params
+            steps = [state["step"] for state in update.states]
             torch._foreach_add_(steps, counted)
             beta1, beta2 = group["betas"]
             kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # type: ignore[attr-defined]
             kernel(
-                batch.params,
-                gradients,
-                [state["exp_avg"] for state in batch.states],
-                [state["exp_avg_sq"] for state in batch.states],
+                params,
+                update.gradients,
+                [state["exp_avg"] for state in update.states],
+                [state["exp_avg_sq"] for state in update.states],
                 [],
                 steps,
                 amsgrad=False,
@@ -49,7 +48,7 @@ def step(optimizer: Any) -> None:
                 grad_scale=scale,
                 found_inf=found_inf,
             )
-            _shard_aware_torch.note_update(batch.params)
+            _shard_aware_torch.note_update(params)
     optimizer._opt_called = True  # what schedulers ask
 
 
@@ -79,32 +78,33 @@ def _is_plain(optimizer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """What one kernel updates: parameters of one group, dtype and device, with their states."""
+    """What one kernel updates: parameters of one group, dtype and device."""
 
     group: int
     places: list[int]  # in the group
+    states: list[int]  # places in the optimizer's state
     params: list[Any]
-    states: list[dict[str, Any]]
     dtype: torch.dtype
-    device: torch.device
+    device: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The batches of an optimizer, which hold as long as ``key`` is the same. ``kept``: so that no other object gets the
-    identity of one that the key names.
+    """How an optimizer's parameters fall into batches, for as long as ``key`` is the same. Its states are not kept, so that
+    others can take their place in memory. ``kept``: no other object gets the identity of a parameter that the key names.
     """
 
     key: Any
-    kept: Any
+    kept: list[list[Any]]
     batches: list[_Batch]
 
 
-_layouts: weakref.WeakKeyDictionary[Any, _Layout] = weakref.WeakKeyDictionary()
+#: Where an optimizer keeps its layout: what points from there back to the optimizer is found by the collector of cycles.
+_LAYOUT = "_deepcompile_layout"
 
 
-def _updates(optimizer: Any) -> list[tuple[_Batch, list[torch.Tensor]]] | None:
-    """The batches with their gradients. None where ``step`` must do it, as for the first update of a parameter."""
+def _updates(optimizer: Any) -> list[_Update] | None:
+    """None where ``step`` must do it, as for the first update of a parameter."""
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"] or group["differentiable"]:
             return None
@@ -113,47 +113,63 @@ def _updates(optimizer: Any) -> list[tuple[_Batch, list[torch.Tensor]]] | None:
     gradients = [[param.grad for param in group["params"]] for group in optimizer.param_groups]
     missing = [[place for place, gradient in enumerate(own) if gradient is None] for own in gradients]
     params = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    key = params, missing, id(optimizer.state), list(map(id, optimizer.state.values()))
-    layout = _layouts.get(optimizer)
+    key = params, missing, list(map(id, optimizer.state))
+    layout = optimizer.__dict__.get(_LAYOUT)
     if layout is None or layout.key != key:
-        _layouts.pop(optimizer, None)
         batches = _batches(optimizer, gradients)
         if batches is None:
             return None
         _shard_aware_torch.before_update(optimizer)
-        kept = (
-            [list(group["params"]) for group in optimizer.param_groups],
-            optimizer.state,
-            list(optimizer.state.values()),
+        layout = _Layout(key, [list(group["params"]) for group in optimizer.param_groups], batches)
+        setattr(optimizer, _LAYOUT, layout)
+    states = list(optimizer.state.values())
+    updates = [
+        _Update(
+            batch,
+            [gradients[batch.group][place] for place in batch.places],
+            [states[place] for place in batch.states],
         )
-        layout = _layouts[optimizer] = _Layout(key, kept, batches)
-    found = []
-    for batch in layout.batches:
-        own = [gradients[batch.group][place] for place in batch.places]
-        same = {gradient.dtype for gradient in own} == {batch.dtype} and batch.params[0].device == batch.device
-        if not same or any(gradient.is_sparse for gradient in own):
-            del _layouts[optimizer]
-            return None
-        found.append((batch, own))
-    return found
+        for batch in layout.batches
+    ]
+    if not all(update.fits() for update in updates):
+        delattr(optimizer, _LAYOUT)
+        return None
+    return updates
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    batch: _Batch
+    gradients: list[torch.Tensor]
+    states: list[dict[str, Any]]
+
+    def fits(self) -> bool:
+        batch = self.batch
+        return (
+            {gradient.dtype for gradient in self.gradients} == {batch.dtype}
+            and {gradient.get_device() for gradient in self.gradients} == {batch.device}
+            and not any(gradient.is_sparse for gradient in self.gradients)
+            and all(self.states)
+        )
 
 
 def _batches(optimizer: Any, gradients: list[list[Any]]) -> list[_Batch] | None:
     """None where a parameter has no state yet, or the parameters are on several devices: the loss scale is on one."""
+    places_of_states = {id(param): place for place, param in enumerate(optimizer.state)}
     found: dict[Any, _Batch] = {}
     for index, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if gradients[index][place] is None:
                 continue
-            state = optimizer.state.get(param)
-            if not state:
+            state = places_of_states.get(id(param))
+            if state is None:
                 return None
             kind = index, param.dtype, param.device
-            batch = found.setdefault(kind, _Batch(index, [], [], [], param.dtype, param.device))
+            batch = found.setdefault(kind, _Batch(index, [], [], [], param.dtype, param.get_device()))
             batch.places.append(place)
-            batch.params.append(param)
             batch.states.append(state)
-    return list(found.values()) if len({batch.device for batch in found.values()}) <= 1 else None
+            batch.params.append(param)
+    return list(found.values()) if len({device for _, _, device in found}) <= 1 else None
 
 
 __all__ = ["step"]

@@ -141,11 +141,12 @@ class Runtime:
         """
         self._native.plan_reductions(graph_id, [list(bucket) for bucket in buckets], in_flight)
 
-    def keep_idle_memory(self, keep: bool) -> None:
-        """Whether memory of gathered parameters that nobody uses is kept for the next ones (the default), or given back at
-        once for whatever else needs some meanwhile.
+    def limit_idle_memory(self, bytes: int) -> None:
+        """So much memory of gathered parameters is kept for the next ones while nobody uses it. What is beyond is given back
+        at once, for whatever else needs some meanwhile. By default it is as much as was in use at once; in the backwards of
+        a device 16 MiB at most, whatever was said here.
         """
-        self._native.keep_idle_memory(keep)
+        self._native.limit_idle_memory(bytes)
 
     def reset_gathered_peak(self) -> None:
         """``stats()["gathered_bytes_peak"]`` counts from now on, and with it the memory that is kept for gathers."""

@@ -56,6 +56,9 @@ def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
 #: How a rank says that it has no plan; the reason follows.
 _NO_PLAN = "no plan: "
 
+#: Bytes that no one misses.
+_LITTLE = 16 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOptions:
@@ -108,9 +111,12 @@ class StepPlanner:
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
-        if self._config.memory_budget is not None or sharding.runtime.device.type == "cuda":
-            # There activations can have what a layer has been done with; a host would make the pages anew.
-            sharding.runtime.keep_idle_memory(False)
+        # Activations can have what a layer has been done with. A host would make the pages anew; a device's allocator has
+        # them at once, and is spared for a little that no one misses.
+        if self._config.memory_budget is not None:
+            sharding.runtime.limit_idle_memory(0)
+        elif sharding.runtime.device.type == "cuda":
+            sharding.runtime.limit_idle_memory(_LITTLE)
         self.use_budget(self.budget)
         self._facts: dict[str, ParamFacts] = {}
         self.learn_facts()

@@ -185,7 +185,7 @@ void bindRuntime(py::module_& module) {
           py::arg("ds_id"), py::arg("grad_buffer"), py::arg("reduce_dtype") = py::none(), NoGil())
       .def("plan_reductions", &Runtime::planReductions, py::arg("graph_id"), py::arg("buckets"), py::arg("in_flight"),
            NoGil())
-      .def("keep_idle_memory", &Runtime::keepIdleMemory, py::arg("keep"))
+      .def("limit_idle_memory", &Runtime::limitIdleMemory, py::arg("bytes"), NoGil())
       .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())

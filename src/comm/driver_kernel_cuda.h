@@ -1,5 +1,5 @@
-// A kernel that is launched by the driver's own function. The runtime's looks the kernel up by its symbol and the stream by
-// its thread every time; of a launch that the host pays one by one that is a tenth to a fifth.
+// A kernel that is launched by the driver's own function. The runtime's looks the kernel up by its symbol and the
+// stream by its thread every time; of a launch that the host pays one by one that is a tenth to a fifth.
 #pragma once
 
 #include <cuda.h>
@@ -29,12 +29,12 @@ class DriverKernel {
     void* arguments[] = {argument};
     if (launch_ != nullptr && device < kDevices) {
       std::atomic<cudaFunction_t>& loaded = loaded_[static_cast<std::size_t>(device)];
-      cudaFunction_t function = loaded.load(std::memory_order_relaxed);
+      cudaFunction_t function = loaded.load(std::memory_order_acquire);
       if (function == nullptr) {
         if (const cudaError_t error = cudaGetFuncBySymbol(&function, kernel_); error != cudaSuccess) {
           return error;
         }
-        loaded.store(function, std::memory_order_relaxed);
+        loaded.store(function, std::memory_order_release);
       }
       const CUresult result = launch_(function, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1,
                                       1, 0, stream, arguments, nullptr);

@@ -48,9 +48,7 @@ void BufferPool::give(Buffer buffer) {
   live_ -= buffer.bytes;
   idle_bytes_ += buffer.bytes;
   idle_[buffer.bytes].push_back(std::move(buffer));
-  if (!keep_idle_) {
-    dropIdle(idle_bytes_ - idleAnyway());
-  }
+  dropIdle(idle_bytes_ - most_idle_);
 }
 
 void BufferPool::forgetMost() {
@@ -59,12 +57,10 @@ void BufferPool::forgetMost() {
   dropIdle(idle_bytes_);
 }
 
-void BufferPool::keepIdle(bool keep) {
+void BufferPool::limitIdle(std::int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  keep_idle_ = keep;
-  if (!keep) {
-    dropIdle(idle_bytes_ - idleAnyway());
-  }
+  most_idle_ = bytes;
+  dropIdle(idle_bytes_ - most_idle_);
 }
 
 void BufferPool::setLimit(std::int64_t bytes) {

@@ -5,8 +5,8 @@
 // beyond that. The limit starts at an amount that no one misses.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -23,7 +23,7 @@ struct Buffer {
   c10::DataPtr memory;
   std::int64_t bytes = 0;
   Event free_after;
-  std::int64_t stream = 0;  // of the caller who took it (currentStream), in whose order it is used and given back
+  std::int64_t stream = 0;  // of the caller who took it (currentStream); what reads it is in its order
 };
 
 class BufferPool {
@@ -46,9 +46,10 @@ class BufferPool {
   void trim();
   // What was in use at once until now counts no more: the pool holds no more than will be from now on.
   void forgetMost();
-  // False: memory goes back to the allocator as soon as nobody uses it, for whatever else needs some meanwhile; all but what
-  // the limit allows of the amount that no one misses: a device's allocator takes the host longer than all else here.
-  void keepIdle(bool keep);
+  // No more than `bytes` lie idle; what nobody uses beyond that goes back to the allocator at once, for whatever else
+  // needs some meanwhile. kAll: as many as the pool may hold.
+  void limitIdle(std::int64_t bytes);
+  static constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
   std::int64_t live() const;    // bytes in use
   std::int64_t peak() const;    // most bytes in use at once since the last resetPeak()
@@ -63,7 +64,6 @@ class BufferPool {
   std::optional<Buffer> reuse(std::int64_t bytes, std::int64_t stream);
   void dropIdle(std::int64_t bytes);
   void drop(std::int64_t bytes);
-  std::int64_t idleAnyway() const { return std::min(limit_, kInitialLimit); }
 
   c10::Allocator* const allocator_;
   const Keep keep_;
@@ -74,7 +74,7 @@ class BufferPool {
   std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold
   std::int64_t peak_ = 0;
   std::int64_t limit_ = kInitialLimit;
-  bool keep_idle_ = true;
+  std::int64_t most_idle_ = kAll;
   std::int64_t taken_ = 0;
   std::int64_t reused_ = 0;
 };

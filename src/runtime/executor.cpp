@@ -151,12 +151,13 @@ at::Tensor CustomOpExecutor::reduceGivenGrad(at::Tensor grad_tensor, std::int64_
   return reduceGrad(std::move(grad_tensor), ds_id);
 }
 
-// Nobody reads it, so one serves all gradients.
-at::Tensor CustomOpExecutor::emptyLike(const at::Tensor& grad) {
-  if (!empty_.defined() || empty_.scalar_type() != grad.scalar_type() || empty_.device() != grad.device()) {
-    empty_ = tensorOver(c10::DataPtr(nullptr, grad.device()), 0, {0}, grad.scalar_type(), grad.device());
+// Nobody reads it, so one serves all gradients of a dtype, which are on one device.
+const at::Tensor& CustomOpExecutor::emptyLike(const at::Tensor& grad) {
+  at::Tensor& empty = empty_[grad.scalar_type()];
+  if (!empty.defined()) {
+    empty = tensorOver(c10::DataPtr(nullptr, grad.device()), 0, {0}, grad.scalar_type(), grad.device());
   }
-  return empty_;
+  return empty;
 }
 
 at::Tensor CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {

@@ -151,7 +151,7 @@ class CustomOpExecutor {
   bool dividesBucket() const { return pre_div_reduce_ && !comm_->averageDividesFirst(); }
   void openBackward(bool update);
   void abandonBackward();
-  at::Tensor emptyLike(const at::Tensor& grad);
+  const at::Tensor& emptyLike(const at::Tensor& grad);
   std::vector<std::int64_t> newly_accumulated_;  // in the backward that is open, or was last
   void reduceSurplus();
   void enter(const ArrivedGradient& arrived);
@@ -195,8 +195,8 @@ class CustomOpExecutor {
   bool implicit_ = false;
   bool given_ = false;  // during reduceGivenGrad
   bool given_for_good_ = false;
-  at::Tensor empty_;  // what reduceGrad returns
-  bool ending_ = false;  // while endBackward flushes what is left
+  std::map<at::ScalarType, at::Tensor> empty_;  // what reduceGrad returns
+  bool ending_ = false;                         // while endBackward flushes what is left
   std::int64_t autograd_task_ = -1;
   IdSet present_;  // parameters that this rank has had a gradient for in this backward
   std::vector<Presence> presence_;

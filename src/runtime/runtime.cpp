@@ -356,7 +356,7 @@ void Runtime::startForward() {
   ran_forward_ = true;
   setTimeouts();
   if (context_->device_order) {
-    pool_->keepIdle(keeps_idle_);
+    pool_->limitIdle(most_idle_);
   }
   if (update_pending_) {
     for (const std::int64_t id : registry_->getIds()) {
@@ -407,7 +407,7 @@ void Runtime::startBackward(bool update, bool settle_later) {
   update_pending_ = update_pending_ || update;
   if (context_->device_order) {
     // Gradients come to need the memory. A device's allocator has it again at once; pages of a host would be made anew.
-    pool_->keepIdle(false);
+    pool_->limitIdle(std::min(most_idle_, BufferPool::kInitialLimit));
   }
   for (const auto& [graph_id, executor] : executors_) {
     executor->settleLater(settle_later && !update);
@@ -473,9 +473,11 @@ void Runtime::gatherSmallTogether(bool together) {
   context_->small_together = together;
 }
 
-void Runtime::keepIdleMemory(bool keep) {
-  keeps_idle_ = keep;
-  pool_->keepIdle(keep);
+void Runtime::limitIdleMemory(std::int64_t bytes) {
+  check(bytes >= 0, [&] { return concat("limit_idle_memory: ", bytes, " bytes; give at least 0"); });
+  const std::lock_guard lock(context_->mutex);
+  most_idle_ = bytes;
+  pool_->limitIdle(bytes);
 }
 
 void Runtime::letGradientsGo() {

@@ -68,8 +68,8 @@ class Runtime {
                       std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
   // After an update: gradients that nobody holds take no memory until the next backward makes them.
   void letGradientsGo();
-  // See BufferPool::keepIdle; of memory for gathered parameters.
-  void keepIdleMemory(bool keep);
+  // See BufferPool::limitIdle; of memory for gathered parameters.
+  void limitIdleMemory(std::int64_t bytes);
   // See Context::small_together.
   void gatherSmallTogether(bool together);
   // The peak of gathered bytes counts from now on, and what the pool holds by it.
@@ -147,7 +147,7 @@ class Runtime {
   const std::shared_ptr<DSParamRegistry> registry_;
   const at::Device device_;
   const std::shared_ptr<BufferPool> pool_;
-  bool keeps_idle_ = true;  // memory of pool_, outside the backwards of a device
+  std::int64_t most_idle_ = BufferPool::kAll;  // of pool_; in the backwards of a device a little at most
   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
   const CpuStreamMode mode_;  // where the device is the CPU
   const std::function<std::string()> roll_call_;

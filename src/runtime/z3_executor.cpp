@@ -106,13 +106,13 @@ void Z3CustomOpExecutor::holdShards(bool hold) {
 }
 
 void Z3CustomOpExecutor::endReads() {
-  for (const Wanted& wanted : read_in_place_) {
-    const GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  for (const std::int64_t id : std::exchange(read_in_place_, {}).ids()) {
+    const Wanted wanted{id, param_registry_->getParam(id).getDtype()};  // no other dtype lies there
+    const GatheredParam* const copy = param_registry_->findGathered(id, wanted.dtype);
     if (copy != nullptr && copy->in_place && !copy->let_go) {
       forgetCopy(wanted);
     }
   }
-  read_in_place_.clear();
   for (auto& [key, stays] : together_) {
     if (std::exchange(stays, false) && --param_registry_->holders(key.first) == 0 &&
         !param_registry_->getParam(key.first).isPersistent()) {

@@ -146,7 +146,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   const std::int64_t graph_id_;
   const GatherResources gather_;
   ShardsInPlace in_place_;
-  std::vector<Wanted> read_in_place_;  // since the last update: copies of the registry that are the shards themselves
+  IdSet read_in_place_;  // parameters of which the registry may have a copy that is the shards themselves
   // Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all
   // of them along, and they stay until its end: one meeting of the ranks instead of one for each.
   static constexpr std::int64_t kSmallBytes = 64 << 10;

@@ -74,7 +74,7 @@ at::Tensor Z3CustomOpExecutor::overShards(const Wanted& wanted) {
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t bytes = param.getPaddedNumel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
   return makeInPlace(std::move(memory), bytes, keyOf(wanted, shard), param.getShape(), shard.device(),
-                     context_->recorder);
+                     context_->recorder->recording() ? context_->recorder : nullptr);
 }
 
 // Where the shards lie where they did, a tensor over them serves again, also in a later step, in which they hold other
@@ -105,7 +105,7 @@ GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted, bool traced
     copy = &param_registry_->registerGatheredParam(wanted.id, std::move(tensor));
     copy->in_place = true;
   }
-  read_in_place_.push_back(wanted);
+  read_in_place_.insert(wanted.id);
   context_->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
   return copy;
 }
@@ -287,7 +287,7 @@ void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
     }
     if (!launched[i].part.full.defined()) {
       copy.in_place = true;
-      read_in_place_.push_back(wanted[i]);
+      read_in_place_.insert(wanted[i].id);
     }
   }
 }

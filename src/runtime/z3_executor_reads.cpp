@@ -96,7 +96,7 @@ ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) 
     std::unordered_set<std::int64_t> current;
     for (const std::int64_t id : follower_->persistent()) {
       for (const GatheredParam& copy : param_registry_->gatheredCopies(id)) {
-        if (param_registry_->isCurrent(id, copy)) {
+        if (!copy.let_go && param_registry_->isCurrent(id, copy)) {
           current.insert(id);
         }
       }

@@ -366,7 +366,7 @@ def gives_memory_back_ahead_of_the_device(rank: int, world: int) -> None:
 
     shape = (1 << 18,)
     shards, _ = start(rank, world, count=4, shape=shape)
-    dc._runtime().keep_idle_memory(False)
+    dc._runtime().limit_idle_memory(0)
     gather(shards[0], 0)
     release(0)
     torch.cuda.synchronize()
@@ -387,6 +387,37 @@ def gives_memory_back_ahead_of_the_device(rank: int, world: int) -> None:
 @needs_gpu
 def test_memory_of_a_released_parameter_is_free_before_the_device_has_read_it():
     run_ranks(2, gives_memory_back_ahead_of_the_device)
+
+
+def gathers_on_two_streams(rank: int, world: int) -> None:
+    from z3_fixture import gather, release, start, whole_parameter
+
+    shape = (1 << 18,)
+    shards, _ = start(rank, world, count=2, shape=shape)
+    side = torch.cuda.Stream()
+    for index, shard in enumerate(shards):  # what is made at first use is made here
+        gather(shard, index)
+        release(index)
+    torch.cuda.synchronize()
+    whole = gather(shards[0], 0)
+    torch.cuda._sleep(500_000_000)
+    late = whole * 1
+    del whole
+    release(0)
+    with torch.cuda.stream(side):
+        beside = gather(shards[1], 1) * 1
+        release(1)
+    torch.cuda.synchronize()
+    assert torch.equal(late, whole_parameter(0, shape)), (
+        "the gather on the other stream wrote to memory that was being read"
+    )
+    assert torch.equal(beside, whole_parameter(1, shape))
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_that_one_stream_still_reads_is_not_given_to_another(world: int):
+    run_ranks(world, gathers_on_two_streams)
 
 
 @needs_gpu

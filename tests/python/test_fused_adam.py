@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pathlib
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -90,6 +92,100 @@ def test_updates_are_bitwise_those_of_the_optimizers_own_step(kind: str, monkeyp
         assert torch.equal(own, other)
         found, expected = (o.state[p] for o, p in zip(optimizers, (own, other), strict=True))
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def changes(change: str, optimizer: Any, own: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """What the optimizer trains from now on."""
+    if change == "states loaded":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif change == "a state replaced":
+        optimizer.state[own[0]] = {key: value.clone() for key, value in optimizer.state[own[0]].items()}
+    elif change == "a state emptied":
+        optimizer.state[own[0]].clear()
+    elif change == "a moment replaced":
+        optimizer.state[own[0]]["exp_avg"] = torch.zeros_like(own[0])
+    elif change == "a group added":
+        more = torch.nn.Parameter(torch.ones(6))
+        optimizer.add_param_group({"params": [more], "lr": 0.1})
+        return [*own, more]
+    elif change == "a parameter exchanged":
+        more = torch.nn.Parameter(torch.ones(6))
+        optimizer.param_groups[0]["params"][0] = more
+        return [more, *own[1:]]
+    return own
+
+
+SHORT = ["states loaded", "a state replaced", "a moment replaced"]  # what needs nothing of PyTorch's own step
+
+
+@pytest.mark.parametrize("change", [*SHORT, "a state emptied", "a group added", "a parameter exchanged"])
+def test_what_changes_between_updates_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = [parameters(), parameters()]
+    optimizers = [torch.optim.AdamW(groups(own), fused=True) for own in trained]
+    calls = calls_of_torch(monkeypatch)
+    for step in range(1, 8):
+        if step == 5:
+            trained = [changes(change, optimizer, own) for optimizer, own in zip(optimizers, trained, strict=True)]
+        for own in trained:
+            give_gradients(own, step)
+        _fused_adam.step(optimizers[0])
+        before = len(calls)
+        optimizers[1].step()
+        del calls[before:]
+    assert len(calls) == 2 if change in SHORT else len(calls) > 2
+    for ours, theirs in zip(*trained, strict=True):
+        assert torch.equal(ours, theirs)
+        states = [optimizer.state[param] for optimizer, param in zip(optimizers, (ours, theirs), strict=True)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_moments_that_others_have_taken_the_place_of_are_freed() -> None:
+    own = parameters()
+    optimizer = torch.optim.AdamW(own, fused=True)
+    for step in range(1, 4):
+        give_gradients(own, step)
+        _fused_adam.step(optimizer)
+    before = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [moment() for moment in before] == [None] * len(own)
+
+
+def trained_and_known_to_its_parameter() -> weakref.ref[torch.optim.Optimizer]:
+    own = parameters()
+    optimizer = torch.optim.AdamW(own, fused=True)
+    own[0].trained_by = optimizer
+    for step in range(1, 4):
+        give_gradients(own, step)
+        _fused_adam.step(optimizer)
+    return weakref.ref(optimizer)
+
+
+def test_an_optimizer_that_its_parameter_refers_to_is_freed_with_it() -> None:
+    optimizer = trained_and_known_to_its_parameter()
+    gc.collect()
+    assert optimizer() is None
+
+
+def test_gathered_copies_of_what_was_updated_are_out_of_date() -> None:
+    own = parameters()
+    own[0].full_shape = own[0].shape  # as sharded parameters have it
+    optimizer = torch.optim.AdamW(own, fused=True)
+    for step in range(1, 5):
+        give_gradients(own, step)
+        before = own[0]._version
+        _fused_adam.step(optimizer)
+        assert own[0]._version > before
+
+
+def test_a_sparse_gradient_is_refused_as_the_optimizer_does() -> None:
+    own = parameters()[3:]
+    optimizer = torch.optim.AdamW(own, fused=True)
+    for step in range(1, 4):
+        give_gradients(own, step)
+        _fused_adam.step(optimizer)
+    own[0].grad = torch.ones_like(own[0]).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        _fused_adam.step(optimizer)
 
 
 def replaces_the_step(optimizer: Any, watcher: str, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class BufferPoolTest : public ::testing::Test {
 TEST_F(BufferPoolTest, WhereNothingIsKeptMemoryGoesBackWhenNobodyUsesIt) {
   pool_.give(pool_.take(1000));
   EXPECT_GT(allocator_.held(), 0);
-  pool_.keepIdle(false);
+  pool_.limitIdle(0);
   EXPECT_EQ(allocator_.held(), 0);
   Buffer one = pool_.take(1000);
   Buffer other = pool_.take(2000);
@@ -67,14 +67,19 @@ TEST_F(BufferPoolTest, WhereNothingIsKeptMemoryGoesBackWhenNobodyUsesIt) {
   EXPECT_EQ(allocator_.held(), 0);
 }
 
-TEST_F(BufferPoolTest, WhereNothingIsKeptALittleStaysAllTheSame) {
-  BufferPool pool(&allocator_);
-  pool.keepIdle(false);
-  pool.give(pool.take(1000));
-  EXPECT_EQ(pool.idle(), 1024);
-  pool.give(pool.take(BufferPool::kInitialLimit + 64));
-  EXPECT_EQ(pool.idle(), 0);
-  EXPECT_EQ(allocator_.held(), 0);
+TEST_F(BufferPoolTest, NoMoreThanTheLimitLiesIdle) {
+  pool_.limitIdle(2048);
+  Buffer one = pool_.take(1024);
+  Buffer two = pool_.take(1024);
+  Buffer three = pool_.take(1024);
+  pool_.give(std::move(one));
+  pool_.give(std::move(two));
+  EXPECT_EQ(pool_.idle(), 2048);
+  pool_.give(std::move(three));
+  EXPECT_EQ(pool_.idle(), 2048);
+  EXPECT_EQ(allocator_.held(), 2048);
+  pool_.limitIdle(1024);
+  EXPECT_EQ(allocator_.held(), 1024);
 }
 
 TEST_F(BufferPoolTest, ABufferIsUsedAgainOnlyOnTheStreamThatItWasTakenOn) {
@@ -105,7 +110,7 @@ TEST_F(BufferPoolTest, WhatWasOnceInUseCanBeForgotten) {
 TEST_F(BufferPoolTest, APoolThatKeepsForGoodGivesNothingBackBeforeItIsAskedOrGoes) {
   {
     BufferPool pool(&allocator_, BufferPool::Keep::ForGood);
-    pool.keepIdle(false);
+    pool.limitIdle(0);
     pool.give(pool.take(5000));
     pool.give(pool.take(1000));
     pool.forgetMost();
