@@ -16,6 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kElementsPerThread = 16;
 constexpr std::int64_t kElementsPerBlock = kThreads * kElementsPerThread;
+constexpr int kFewPieces = 16;
 
 // 16 bytes of the wider type at a time where both ends are aligned for it.
 template <typename To, typename From>
@@ -73,9 +74,14 @@ __global__ void delayKernel(std::int64_t nanoseconds) {
 
 using Kernel = void (*)(Launch);
 
-cudaError_t launchAll(Kernel kernel, const Piece* pieces, int count, cudaStream_t stream) {
-  return inLaunches(pieces, count, kElementsPerBlock,
-                    [&](const Launch& launch, int blocks) { kernel<<<blocks, kThreads, 0, stream>>>(launch); });
+// The fewer pieces a launch has room for, the less of it the host has to write.
+template <int kMost, std::int64_t kPerBlock>
+cudaError_t moveInLaunchesOf(const Piece* pieces, int count, cudaStream_t stream) {
+  using SomeLaunch = LaunchOf<Piece, kMost>;
+  static DriverKernel kernel(reinterpret_cast<const void*>(&moveKernel<uint4, SomeLaunch, kPerBlock>));
+  return inLaunches<SomeLaunch>(pieces, count, kPerBlock, [&](SomeLaunch& launch, int blocks) {
+    return kernel.launch(blocks, kThreads, &launch, stream);
+  });
 }
 
 template <typename To>
@@ -106,23 +112,21 @@ Kernel castKernel(Number to, Number from) {
 }  // namespace
 
 cudaError_t castPieces(Number to, Number from, const Piece* pieces, int count, cudaStream_t stream) {
-  return launchAll(castKernel(to, from), pieces, count, stream);
+  const Kernel kernel = castKernel(to, from);
+  return inLaunches(pieces, count, kElementsPerBlock, [&](const Launch& launch, int blocks) {
+    kernel<<<blocks, kThreads, 0, stream>>>(launch);
+    return cudaGetLastError();
+  });
 }
 
 cudaError_t movePieces(const Piece* pieces, int count, cudaStream_t stream) {
-  return launchAll(moveKernel<uint4, Launch, kElementsPerBlock>, pieces, count, stream);
-}
-
-cudaError_t movePiece(const Piece& piece, int device, cudaStream_t stream) {
-  using OneLaunch = LaunchOf<Piece, 1>;
-  constexpr std::int64_t kPerBlock = 4 * kThreads;
-  static DriverKernel kernel(reinterpret_cast<const void*>(&moveKernel<uint4, OneLaunch, kPerBlock>));
-  const int blocks = blocksFor(piece, kPerBlock);
-  if (blocks == 0) {
-    return cudaSuccess;
+  if (count == 1) {
+    return moveInLaunchesOf<1, 4 * kThreads>(pieces, count, stream);
   }
-  OneLaunch launch{{piece}, {0, blocks}, 1};
-  return kernel.launch(blocks, kThreads, &launch, device, stream);
+  if (count <= kFewPieces) {
+    return moveInLaunchesOf<kFewPieces, kElementsPerBlock>(pieces, count, stream);
+  }
+  return moveInLaunchesOf<kMostPieces, kElementsPerBlock>(pieces, count, stream);
 }
 
 cudaError_t delay(std::int64_t microseconds, cudaStream_t stream) {

@@ -22,8 +22,6 @@ enum class Number { Float, Half, BFloat16 };
 cudaError_t castPieces(Number to, Number from, const Piece* pieces, int count, cudaStream_t stream);
 // Moves every piece as it is; counts are of 16-byte words, and both ends are aligned to them.
 cudaError_t movePieces(const Piece* pieces, int count, cudaStream_t stream);
-// The same for one, at the least cost to the host. `device`: the current one.
-cudaError_t movePiece(const Piece& piece, int device, cudaStream_t stream);
 // Keeps the stream busy for about this long.
 cudaError_t delay(std::int64_t microseconds, cudaStream_t stream);
 

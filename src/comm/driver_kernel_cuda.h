@@ -24,10 +24,11 @@ class DriverKernel {
     }
   }
 
-  // `device` is the current one; `argument` is read before this returns.
-  cudaError_t launch(int blocks, int threads, void* argument, int device, cudaStream_t stream) {
+  // On the current device; `argument` is read before this returns.
+  cudaError_t launch(int blocks, int threads, void* argument, cudaStream_t stream) {
     void* arguments[] = {argument};
-    if (launch_ != nullptr && device < kDevices) {
+    int device = 0;
+    if (launch_ != nullptr && cudaGetDevice(&device) == cudaSuccess && device < kDevices) {
       std::atomic<cudaFunction_t>& loaded = loaded_[static_cast<std::size_t>(device)];
       cudaFunction_t function = loaded.load(std::memory_order_acquire);
       if (function == nullptr) {

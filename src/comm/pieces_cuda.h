@@ -42,7 +42,7 @@ int blocksFor(const SomePiece& piece, std::int64_t per_block) {
   return static_cast<int>((piece.count + per_block - 1) / per_block);
 }
 
-// Calls start(launch, blocks) for every launch that has something to do.
+// Calls start(launch, blocks) for every launch that has something to do, until one fails.
 template <typename SomeLaunch = Launch, typename Start>
 cudaError_t inLaunches(const typename SomeLaunch::Piece* pieces, int count, std::int64_t per_block, Start&& start) {
   for (int begin = 0; begin < count; begin += SomeLaunch::kMostPieces) {
@@ -56,10 +56,12 @@ cudaError_t inLaunches(const typename SomeLaunch::Piece* pieces, int count, std:
     }
     launch.first_block[launch.count] = blocks;
     if (blocks > 0) {
-      start(launch, blocks);
+      if (const cudaError_t error = start(launch, blocks); error != cudaSuccess) {
+        return error;
+      }
     }
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 template <typename T, int kCount>

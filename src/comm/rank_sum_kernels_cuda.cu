@@ -90,6 +90,7 @@ cudaError_t sumOverRanks(Number number, const RankBases& bases, bool average, co
   const Kernel kernel = sumKernelOf(number);
   return inLaunches<SumLaunch>(pieces, count, kElementsPerBlock, [&](const SumLaunch& launch, int blocks) {
     kernel<<<blocks, kThreads, 0, stream>>>(launch, bases, average);
+    return cudaGetLastError();
   });
 }
 

@@ -108,6 +108,7 @@ cudaError_t squaresOf(Number number, const Piece* pieces, int count, double* par
   return inLaunches(pieces, count, kElementsPerBlock, [&](const Launch& launch, int blocks) {
     kernel<<<blocks, kThreads, 0, stream>>>(launch, partials);
     partials += blocks;
+    return cudaGetLastError();
   });
 }
 

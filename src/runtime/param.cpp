@@ -110,15 +110,12 @@ DSParam::Offload& DSParam::offloadState() const {
   return *offload_;
 }
 
-const at::Tensor& DSParam::getDSTensor() const {
-  if (offload_ != nullptr) {
-    bringBack();
-    if (!offload_->reloaded.trivial()) {
-      offload_->reloaded.wait(deadlineAfter(Seconds(offload_->timeout)));
-      offload_->reloaded = Event();
-    }
+void DSParam::awaitReload() const {
+  bringBack();
+  if (!offload_->reloaded.trivial()) {
+    offload_->reloaded.wait(deadlineAfter(Seconds(offload_->timeout)));
+    offload_->reloaded = Event();
   }
-  return ds_tensor_;
 }
 
 void DSParam::offload() {

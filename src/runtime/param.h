@@ -27,7 +27,12 @@ class DSParam {
   const std::vector<std::int64_t>& getShape() const { return shape_; }
   at::ScalarType getDtype() const { return dtype_; }
   // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
-  const at::Tensor& getDSTensor() const;
+  const at::Tensor& getDSTensor() const {
+    if (offload_ != nullptr && (offload_->away || !offload_->reloaded.trivial())) [[unlikely]] {
+      awaitReload();
+    }
+    return ds_tensor_;
+  }
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
   // The same memory with one dimension, to be written: taken anew where it was let go.
   const at::Tensor& gradMemory() const;
@@ -97,6 +102,7 @@ class DSParam {
   };
   Offload& offloadState() const;
   void bringBack() const;
+  void awaitReload() const;
 
   std::int64_t id_;
   std::vector<std::int64_t> shape_;

@@ -44,9 +44,9 @@ class CudaKernels final : public DeviceKernels {
     const c10::cuda::CUDAGuard device(where);
     cudaStream_t stream = c10::cuda::getCurrentCUDAStream(where.index()).stream();
     if (parts.size() == 1 && plain(parts[0]) && movable(parts[0]) && parts[0].to.nbytes() <= kMovedByKernel) {
-      C10_CUDA_CHECK(movePiece({parts[0].from.const_data_ptr(), parts[0].to.mutable_data_ptr(),
-                                static_cast<std::int64_t>(wordsOf(parts[0]))},
-                               where.index(), stream));
+      const Piece piece{parts[0].from.const_data_ptr(), parts[0].to.mutable_data_ptr(),
+                        static_cast<std::int64_t>(wordsOf(parts[0]))};
+      C10_CUDA_CHECK(movePieces(&piece, 1, stream));
       return;
     }
     if (parts.size() == 1 && plain(parts[0]) && parts[0].from.scalar_type() == parts[0].to.scalar_type()) {
