@@ -3,7 +3,8 @@
 #   make demo       train a small Llama under ZeRO-3 on two processes, beside the same model in one
 #   make test       C++ and Python tests; make test-all also those that take minutes
 #   make test-cuda  the tests on a GPU: those of CUDA alone, and those of the runtime on its tensors
-#   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network
+#   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network;
+#                   JOINED=1 takes several sources at once: from nothing in half the time
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
 #   make sanitize-cuda  the operators under compute-sanitizer, on a GPU
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
@@ -35,7 +36,7 @@ all: build
 	touch $@
 
 build: $(SETUP)
-	$(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON --log-level=WARNING
+	$(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON -DDEEPCOMPILE_JOINED=$(if $(JOINED),ON,OFF) --log-level=WARNING
 	cmake --build $(BUILD)
 
 test: test-cpp test-python

@@ -44,7 +44,8 @@ else()
   target_link_libraries(cuda_parts_compile PRIVATE PythonTorch::torch_python CUDA::cudart)
   # Nobody runs them: the quickest way to a verdict.
   target_compile_options(cuda_parts_compile PRIVATE -O0)
-  set_target_properties(cuda_parts_compile PROPERTIES CUDA_ARCHITECTURES 90)
+  set_target_properties(cuda_parts_compile PROPERTIES CUDA_ARCHITECTURES 90 UNITY_BUILD ${DEEPCOMPILE_JOINED}
+                                                     UNITY_BUILD_BATCH_SIZE 5)
   set(cuda_target cuda_parts_compile)
 endif()
 target_link_libraries(${cuda_target} PRIVATE dc_flags)

@@ -67,6 +67,15 @@ target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)
 
+if(DEEPCOMPILE_JOINED)
+  # Every source begins with PyTorch's headers, precompiled or not: most of the time goes there. What is left out has names in
+  # its unnamed namespaces that another source has, too.
+  set_target_properties(deepcompile PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+  set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 4)
+  set_source_files_properties(comm/shm_tensors.cpp ops/functionalize.cpp ops/meta.cpp
+                              PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+endif()
+
 include(cuda_parts.cmake)
 
 # In place the libraries lie where the installed package has them. Relative run paths, so that the package can be moved;
