@@ -121,8 +121,12 @@ TEST_P(Executor, GradientsOfAnyShapeLayoutAndDtypeAreTaken) {
         graph->reduceGrad(at::arange(6, at::kFloat).view({3, 2}).t().to(at::kBFloat16) * (1 + 2 * rank.rank()), 1);
     graph->endBackward();
     EXPECT_EQ(empty.numel(), 0);
+    EXPECT_EQ(empty.scalar_type(), at::kBFloat16);
     const at::Tensor mean = at::tensor({0.F, 4.F, 8.F, 2.F, 6.F, 10.F});
     EXPECT_TRUE(at::equal(rank.gradient(1), rank.rank() == 0 ? mean.narrow(0, 0, 4) : mean.narrow(0, 4, 2)));
+    graph->startBackward(true);
+    EXPECT_EQ(graph->reduceGrad(at::zeros({2, 3}), 1).scalar_type(), at::kFloat);
+    graph->endBackward();
   });
 }
 

@@ -84,6 +84,20 @@ TEST(GradMemory, ThatWasLetGoIsTakenAnewAndWhoHoldsTheOldGradientKeepsIt) {
   EXPECT_TRUE(at::equal(kept, at::full({2, 5}, 3.0)));
 }
 
+TEST(GradMemory, ThatWasLetGoTakesNoneAlsoAfterSomebodyHasResizedWhatWasEmpty) {
+  DSParam param = sharded(at::arange(10, at::kFloat));
+  param.setGradBuffer(at::full({10}, 3.0));
+  param.letGradMemoryGo();
+  const c10::Storage empty = param.getGradBuffer().storage();
+  at::Tensor resized = param.getGradBuffer().alias();
+  param.gradMemory().fill_(4.0);
+  resized.resize_({20}).fill_(5.0);
+  EXPECT_GT(empty.nbytes(), 0);
+  param.letGradMemoryGo();
+  EXPECT_FALSE(param.hasGradMemory());
+  EXPECT_TRUE(at::equal(resized, at::full({20}, 5.0)));
+}
+
 class Offload : public ::testing::TestWithParam<CpuStreamMode> {
  protected:
   void useStreams(DSParam& param, double timeout = 20) {
