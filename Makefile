@@ -4,7 +4,7 @@
 #   make test       C++ and Python tests; make test-all also those that take minutes
 #   make test-cuda  the tests on a GPU: those of CUDA alone, and those of the runtime on its tensors
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network;
-#                   JOINED=1 takes several sources at once: from nothing in half the time
+#                   JOINED=1 takes several sources at once: quicker from nothing, slower after a change of one
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
 #   make sanitize-cuda  the operators under compute-sanitizer, on a GPU
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
