@@ -23,6 +23,9 @@ std::string explain(const Reason& reason) {
     case Why::MemoryBound:
       return concat("would start earlier, but ", roundBytes(a), " did not fit; ", roundNanos(b),
                     " of compute before its use");
+    case Why::NotWorthIt:
+      return concat("starting earlier would take ", roundBytes(a), " more and gain too little of the step; ",
+                    roundNanos(b), " of compute before its use");
     case Why::NeededNow:
       return "";
     case Why::LastUse:
@@ -41,6 +44,8 @@ std::string explain(const Reason& reason) {
       return "put where it is expected to be done";
     case Why::ForMemory:
       return "gives back memory that the next node needs";
+    case Why::LowersPeak:
+      return "keeps the peak low, at next to no time";
     case Why::BeforeUpdate:
       return "the optimizer needs it";
     case Why::OverBudget:

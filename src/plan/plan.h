@@ -51,6 +51,7 @@ enum class Why : std::uint8_t {
   Exposed,        // cannot be hidden; a: duration, b: compute time between launch and use
   MemoryBound,    // would start earlier if memory allowed; a: bytes, b: compute time between launch
                   // and use
+  NotWorthIt,     // would start earlier, which gains too little for its memory; a and b: as MemoryBound
   NeededNow,      // the wait before the use
   LastUse,        // released after its last use
   NotKept,        // released although used again; a: bytes, b: slots until the next use
@@ -60,6 +61,7 @@ enum class Why : std::uint8_t {
   BesideUpdates,  // held back, to be reduced while parameters are updated that do not need it; a: bytes
   Sunk,           // a wait, put where the work is expected to be done
   ForMemory,      // a wait that gives memory back before it is needed
+  LowersPeak,     // a wait that gives memory back so that less is needed at the peak, though there is more
   BeforeUpdate,   // the optimizer needs it
   OverBudget,     // offloaded because the step would not fit; a: bytes
   MakesRoom,      // offloaded so that more can stay gathered; a: bytes

@@ -125,7 +125,6 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void launchNow(std::span<const Wanted> wanted);
   void gatherTogether(std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
-  GatheredParam* currentCopy(const Wanted& wanted);  // also one that was let go of
   void hold(std::int64_t ds_id);
   // The graph needs the parameter no longer; the last graph to say so frees its copies.
   void drop(std::int64_t ds_id, ReleasedSize size);

@@ -19,13 +19,8 @@
 namespace dc {
 
 bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
-  const GatheredParam* copy = currentCopy(wanted);
-  return copy != nullptr && !copy->let_go;
-}
-
-GatheredParam* Z3CustomOpExecutor::currentCopy(const Wanted& wanted) {
-  GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
-  return copy != nullptr && param_registry_->isCurrent(wanted.id, *copy) ? copy : nullptr;
+  const GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+  return copy != nullptr && !copy->let_go && param_registry_->isCurrent(wanted.id, *copy);
 }
 
 void Z3CustomOpExecutor::hold(std::int64_t ds_id) {

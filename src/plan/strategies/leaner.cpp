@@ -1,11 +1,26 @@
 #include "deepcompile/plan/strategies/leaner.h"
 
 #include <algorithm>
+#include <span>
 
 #include "deepcompile/plan/memory.h"
 #include "deepcompile/plan/strategies/settings_search.h"
 
 namespace dc::plan {
+namespace {
+
+// A plan made for less memory than there is says so: nothing was refused for lack of it.
+void saveByChoice(std::span<Reason> reasons) {
+  for (Reason& reason : reasons) {
+    if (reason.why == Why::MemoryBound) {
+      reason.why = Why::NotWorthIt;
+    } else if (reason.why == Why::ForMemory) {
+      reason.why = Why::LowersPeak;
+    }
+  }
+}
+
+}  // namespace
 
 // Memory follows from the budget: what does not fit is gathered again, or later. So the search is for the least budget
 // under which the step is still short enough, by halving. Whether a budget is enough is answered by a few builds, from
@@ -50,6 +65,7 @@ Plan leaner(const Problem& problem, const Attempt& found, Nanos limit) {
     start = *search.best();
     best = start.plan;
     best.budget = problem.budget;
+    saveByChoice(best.reasons);
     high = std::min(middle, memoryProfile(problem.graph, problem.usage, best).peak);
   }
   return best;
