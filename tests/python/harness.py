@@ -74,7 +74,7 @@ def run_ranks(
     world: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout: float = 120,
+    timeout: float = 240,
     environment: dict[str, str] | None = None,
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:

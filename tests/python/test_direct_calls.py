@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import inspect
 import pickle
 import sys
@@ -194,28 +195,26 @@ def test_errors_are_those_of_the_general_way() -> None:
 
 
 def others_run(rank: int, world: int) -> None:
-    """Rank 1 comes late; a thread of rank 0 must get on while its gather waits."""
+    """Rank 1 comes when a thread of rank 0, whose gather waits, has got on."""
     shards, _ = start(rank, world)
-    counted, done = [0], threading.Event()
-
-    def count() -> None:
-        while not done.is_set():
-            counted[0] += 1
-            time.sleep(0)  # lets go of the interpreter, which nobody takes away
-
+    store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 0:
-        sys.setswitchinterval(10)
-        thread = threading.Thread(target=count)
+        sys.setswitchinterval(100)  # nobody takes the interpreter away
+        calls = threading.Event()
+
+        def run() -> None:
+            calls.wait()
+            for _ in range(1000):
+                time.sleep(0)  # lets go of the interpreter
+            store.set("the thread has run", "")
+
+        thread = threading.Thread(target=run)
         thread.start()
-        torch.distributed.barrier()
-        before = counted[0]
+        calls.set()
         ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
-        done.set()
         thread.join()
-        assert counted[0] - before > 100
     else:
-        torch.distributed.barrier()
-        torch.linspace(0, 1, 50_000_000).sin_().sum()  # some 100 ms or more of work
+        store.wait(["the thread has run"], datetime.timedelta(seconds=60))
         ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
 
 

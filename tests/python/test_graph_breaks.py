@@ -114,7 +114,9 @@ def check(run: BrokenRun) -> list[dict[str, Any]]:
 
 
 def test_the_first_gathers_of_a_graph_start_in_the_one_before_and_another_branch_stays_right_and_is_counted() -> None:
-    for one in check(BrokenRun("broken", {}, config(), steps=7, skips=(4,))):
+    # "auto" would gather late where that costs less than a hundredth of what was measured.
+    early = config(compile={"backend": "aot_eager", "profile_steps": 2, "strategy": "planned"})
+    for one in check(BrokenRun("broken", {}, early, steps=7, skips=(4,))):
         # While nothing but the graphs' own plans is known, each graph gathers for itself.
         assert [borders[:2] for borders in one["launched"][:3]] == 3 * [[OWN, 2 * OWN]]
         # From then on a graph has started gathers for the next one when it ends.
@@ -130,7 +132,8 @@ def test_the_first_gathers_of_a_graph_start_in_the_one_before_and_another_branch
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_in_several_graphs_keeps_to_the_memory_budget(backend: str) -> None:
-    run = BrokenRun("broken", {}, config(backend, memory_budget=66_000, gradient_accumulation_steps=2), steps=5)
+    # Not even the gathered parameters that the backward needs fit together, however long gathers were measured to take.
+    run = BrokenRun("broken", {}, config(backend, memory_budget=62_000, gradient_accumulation_steps=2), steps=5)
     whole = sum(param.nbytes for param in run.make().parameters())
     for one in check(run):
         assert one["rows"]["followed"].startswith("4 iterations: 0 left every order")
@@ -139,7 +142,7 @@ def test_a_step_in_several_graphs_keeps_to_the_memory_budget(backend: str) -> No
 
 
 def leaves_alone(rank: int, world: int) -> None:
-    run = BrokenRun("broken", {}, config(timeout=5), steps=5, skips=(4,) if rank == 1 else ())
+    run = BrokenRun("broken", {}, config(timeout=15), steps=5, skips=(4,) if rank == 1 else ())
     with pytest.raises(RuntimeError, match="rank 1 left the recorded order of reads .*'parts.2.0.weight'"):
         trains(rank, world, run)
 

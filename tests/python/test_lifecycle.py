@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import ClassVar
 
 import psutil
@@ -135,7 +136,10 @@ def comes_and_goes(rank: int, world: int) -> None:
         once()
     after = footprint()
     assert after[0] <= before[0], "file descriptors grew"
-    assert after[1] <= before[1], "threads grew"
+    deadline = time.monotonic() + 10
+    while footprint()[1] > before[1]:  # a thread that was joined is counted until the kernel has cleaned up after it
+        assert time.monotonic() < deadline, "threads grew"
+        time.sleep(0.01)
     assert after[2] - before[2] < 1 << 20, f"memory in use grew by {(after[2] - before[2]) >> 10} KiB"
 
 
@@ -164,7 +168,7 @@ def test_a_process_that_cleans_up_nothing_exits_quietly() -> None:
         [sys.executable, "-c", EXIT_SCRIPT],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
@@ -212,7 +216,7 @@ except ImportError as error:
 
 
 def test_importing_beside_an_owner_of_the_operator_namespace_is_one_clear_error() -> None:
-    done = subprocess.run([sys.executable, "-c", CLASH_SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CLASH_SCRIPT], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0
     assert "owns the operators torch.ops.dc.* (for example dc::mine)" in done.stdout
     assert "cannot share a process" in done.stdout

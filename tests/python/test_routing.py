@@ -42,7 +42,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def engine_of(model: nn.Module, leaves: list[str], compiles: dict[str, Any]) -> deepcompile.Engine:
-    config = {"zero_optimization": {"stage": 3, "leaf_modules": leaves}, "timeout": 10, "compile": compiles}
+    config = {"zero_optimization": {"stage": 3, "leaf_modules": leaves}, "timeout": 60, "compile": compiles}
     return deepcompile.initialize(model, lambda params: torch.optim.SGD(params, lr=0.1), config)
 
 

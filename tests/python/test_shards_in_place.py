@@ -42,7 +42,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def engine_of(mode: str, stage: int = 3, bias: bool = True, **more: object) -> deepcompile.Engine:
     model = Model(bias)
-    config = {"zero_optimization": {"stage": stage}, "timeout": 30, "compile": MODES[mode], **more}
+    config = {"zero_optimization": {"stage": stage}, "timeout": 60, "compile": MODES[mode], **more}
     return deepcompile.initialize(model, torch.optim.Adam(model.parameters(), lr=0.01), config)
 
 

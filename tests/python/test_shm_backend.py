@@ -322,11 +322,17 @@ def again_and_again(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
         gc.collect()
 
+    def found() -> tuple[int, int, int]:
+        return fixture.descriptors(), fixture.threads(), mapped()
+
     once()
-    before = (fixture.descriptors(), fixture.threads(), mapped())
+    before = found()
     for _ in range(6):
         once()
-    assert (fixture.descriptors(), fixture.threads(), mapped()) == before
+    deadline = time.monotonic() + 10  # a thread that was joined is counted until the kernel has cleaned up after it
+    while any(now > then for now, then in zip(found(), before, strict=True)):
+        assert time.monotonic() < deadline, (found(), before)
+        time.sleep(0.01)
 
 
 def mapped() -> int:
@@ -374,7 +380,7 @@ def test_what_is_pending_when_the_interpreter_ends_does_no_harm():
             subprocess.Popen([*command, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(2)
         ]
-        ends = [rank.communicate(timeout=60) for rank in ranks]
+        ends = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert all(stdout.count("done 2.0") == 20 for stdout, _ in ends), ends
 

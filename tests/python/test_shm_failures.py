@@ -53,9 +53,10 @@ def one_rank_goes(rank: int, world: int, way: str, asynchronous: bool) -> float 
 
 
 def one_rank_stops(rank: int, world: int) -> None:
-    group = fixture.shm_group(1)
+    group = fixture.shm_group(30)
     pids: list = [None] * world
     dist.all_gather_object(pids, os.getpid(), group=group)
+    group.set_timeout(datetime.timedelta(seconds=1))
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # goes on when rank 0 has seen what it wanted to see
@@ -66,7 +67,7 @@ def one_rank_stops(rank: int, world: int) -> None:
             error = fixture.error_of(dist.all_reduce, torch.ones(3), group=group)
         finally:
             os.kill(pids[1], signal.SIGCONT)
-        assert "rank 1" in error and "stopped" in error and time.monotonic() - start < 3, error
+        assert "rank 1" in error and "stopped" in error and time.monotonic() - start < 10, error
     else:
         assert "rank 1" in fixture.error_of(dist.all_reduce, torch.ones(3), group=group)
 

@@ -144,8 +144,8 @@ TEST(ThreadCommunicator, ARankThatFailsLeavesTheOthersToTheirDeadline) {
   World world(ranks(2));
   world.gathers->failAt(1, 1);
   const auto errors = errorsOfRanks(world, [](Rank& rank) {
-    rank.gather_comm->setTimeout(0.2);
     rank.gather_comm->barrier();
+    rank.gather_comm->setTimeout(0.2);
     rank.gather_comm->barrier();
   });
   EXPECT_EQ(errors[0], "rank 0 waited too long in barrier");

@@ -195,19 +195,13 @@ TEST(WorkerStream, AStreamWhoseWaitPassesTheDeadlineIsPoisoned) {
 
 TEST(WorkerStream, DestructionDropsWorkThatHasNotStarted) {
   std::atomic<bool> ran{false};
-  auto owned = std::make_shared<int>(1);
-  const std::weak_ptr<int> watched = owned;
-  std::thread releaser;
-  {
-    auto stream = makeCpuStream(CpuStreamMode::Worker, "gather");
-    auto busy = std::make_shared<Busy>(*stream);
-    stream->run([&ran, owned = std::move(owned)] { ran = true; });
-    releaser = std::thread([busy] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      busy->release();
-    });
-  }
-  releaser.join();
+  auto stream = makeCpuStream(CpuStreamMode::Worker, "gather");
+  Busy busy(*stream);
+  // The stream is kept busy until the work behind is dropped, with what it owns.
+  std::shared_ptr<void> owned(nullptr, [&busy](void*) { busy.release(); });
+  const std::weak_ptr<void> watched = owned;
+  stream->run([&ran, owned = std::move(owned)] { ran = true; });
+  stream.reset();
   EXPECT_FALSE(ran);
   EXPECT_TRUE(watched.expired());
 }

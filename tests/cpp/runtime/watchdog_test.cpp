@@ -61,8 +61,8 @@ TEST(Watchdog, WhatChannelsReportIsSaidBeforeTheDeadline) {
 TEST(Watchdog, WorkThatEndsInTimeIsForgottenAndLaterWorkIsWatched) {
   Watching watching;
   const auto first = std::make_shared<OpenEnd>();
-  watching.watchdog->watch(Event(first), [] { return "the first"; });
   first->end();
+  watching.watchdog->watch(Event(first), [] { return "the first"; });
   watching.watchdog->watch(Event(std::make_shared<OpenEnd>()), [] { return "the second"; });
   auto said = watching.said.get_future();
   ASSERT_EQ(said.wait_for(std::chrono::seconds(20)), std::future_status::ready);
@@ -87,9 +87,10 @@ TEST(Watchdog, ADeviceThatFailsIsReportedAndDoesNotEndTheProcess) {
 
 TEST(Watchdog, NothingIsSaidAfterStop) {
   Watching watching;
+  watching.timeout = 1;
   watching.watchdog->watch(Event(std::make_shared<OpenEnd>()), [] { return "never said"; });
   watching.watchdog->stop();
-  EXPECT_EQ(watching.said.get_future().wait_for(std::chrono::milliseconds(400)), std::future_status::timeout);
+  EXPECT_EQ(watching.said.get_future().wait_for(std::chrono::milliseconds(1200)), std::future_status::timeout);
 }
 
 }  // namespace

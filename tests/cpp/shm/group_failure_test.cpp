@@ -187,8 +187,9 @@ TEST(GroupFailure, AFailedGroupRefusesEveryLaterCallWithTheFirstError) {
 
 TEST(GroupFailure, ARankThatDoesNotComeIsNamedAtTheDeadline) {
   const auto started = Clock::now();
-  const Errors errors = onProcessGroup(3, options(milliseconds(700)), [](Group& group) {
+  const Errors errors = onProcessGroup(3, options(milliseconds(20'000)), [](Group& group) {
     barrier(group);
+    group.setTimeout(milliseconds(700));
     if (group.rank() == 2) {
       // Alive, and busy with something else for longer than the others wait.
       const auto end = Clock::now() + milliseconds(1500);
@@ -199,7 +200,7 @@ TEST(GroupFailure, ARankThatDoesNotComeIsNamedAtTheDeadline) {
     }
     sum(group, 1000);
   });
-  EXPECT_LT(Clock::now() - started, milliseconds(3000));
+  EXPECT_LT(Clock::now() - started, milliseconds(10'000));
   for (int r = 0; r < 2; ++r) {
     EXPECT_TRUE(contains(errors[static_cast<std::size_t>(r)], "waited 0.7 s for rank 2")) << errors[0];
     EXPECT_TRUE(contains(errors[static_cast<std::size_t>(r)], "all_reduce(sum, float32, 1000 elements)")) << errors[0];
