@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -71,6 +70,7 @@ class CompiledGraph:
         self._said: set[str] = set()
         self._trace_to: str | None = None
         self._records = False
+        self._began = 0  # when the recording did
         #: False while somebody else uses the runtime's timeline.
         self.may_record = True
 
@@ -122,7 +122,7 @@ class CompiledGraph:
         _executing.add(graph_id)
         self._records = self.may_record and self._wants_variant()
         if self._records:
-            recording.start(self._sharding, compiled=self._compiled)
+            self._began = recording.start(self._sharding, compiled=self._compiled)
         elif self._trace_to is not None:
             self._sharding.runtime.take_timeline()
             self._sharding.runtime.record_timeline(True)
@@ -135,9 +135,8 @@ class CompiledGraph:
         order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
         if self._flushes is None and order:
             sizes = {s.name: s.numel for s in self._sharding.params}
-            # On the caller's thread nothing overlaps: there the fewest reductions are the best.
-            inline = self._sharding.runtime.stats()["cpu_stream"] == "inline"
-            self._flushes = [] if inline else flushes(self._planned, order, sizes)
+            # Where nothing overlaps the fewest reductions are the best.
+            self._flushes = [] if self._sharding.collectives_stop_compute else flushes(self._planned, order, sizes)
         return self._flushes or []
 
     def deactivate(self) -> None:
@@ -153,7 +152,7 @@ class CompiledGraph:
         ops = None
         if self._records:
             self._records = False
-            ops = recording.stop(self._sharding, time.monotonic_ns())
+            ops = recording.stop(self._sharding, self._began)
         elif self._trace_to is not None:
             self._sharding.runtime.record_timeline(False)
             events = trace_events(self._sharding, self._sharding.runtime.take_timeline())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from deepcompile import recording
 from deepcompile._load import _C
@@ -29,6 +28,7 @@ class ReplayProfile:
         self._steps = 0
         self._recordings: list[RecordedOps] = []
         self._recording = False
+        self._began = 0  # when the recording did
         self._active = False
         self.graph: CompiledGraph | None = None
         self.done = False
@@ -40,7 +40,7 @@ class ReplayProfile:
             self.graph.may_record = not traces
         elif not self.done and self._steps > 0:  # in the first step ranks agree and buffers are made
             self._recording = True
-            recording.start(self._sharding, compiled=self.records_compiled)
+            self._began = recording.start(self._sharding, compiled=self.records_compiled)
 
     def start_forward(self) -> None:
         if self.graph is None or self._active:  # several forwards before one backward are one iteration, as recorded
@@ -84,7 +84,7 @@ class ReplayProfile:
     def end_step(self) -> None:
         if self._recording:
             self._recording = False
-            self._recordings.append(recording.stop(self._sharding, time.monotonic_ns()))
+            self._recordings.append(recording.stop(self._sharding, self._began))
         self._steps += 1
 
     def ready(self) -> bool:

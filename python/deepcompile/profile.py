@@ -118,7 +118,7 @@ class Profile:
     def end_update(self, started: int) -> None:
         """An optimizer step that began at ``started`` has ended."""
         if self._finished and not self.done:  # the first one makes the optimizer's state
-            self._updates.append(time.monotonic_ns() - started)
+            self._updates.append(self._now() - started)
 
     def ready(self) -> bool:
         """True once, on all ranks in the same iteration."""

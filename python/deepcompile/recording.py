@@ -39,20 +39,15 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
     if _Last.active:
         raise RuntimeError("deepcompile.record: a recording is open already; recordings cannot be nested")
     _Last.active = frozenset(shardings)
-    for sharding in shardings:
-        start(sharding)
-    began = time.monotonic_ns()
+    began = [start(sharding) for sharding in shardings]
     try:
         yield
-        ended = time.monotonic_ns()
-        found = [stop(sharding, ended) for sharding in shardings]
+        found = [stop(sharding, moment) for sharding, moment in zip(shardings, began, strict=True)]
         taken = [ops for ops in found if len(ops) > 0]
         if len(taken) > 1:
             names = " and ".join(ops.model.model for ops in taken)
             raise RuntimeError(f"deepcompile.record: {names} ran inside; name one of them: deepcompile.record(model)")
         _Last.ops = taken[0] if taken else found[0]
-        if shardings[0].whole:
-            _Last.ops.tail = (ended - began) * 1e-9  # one rank: the iteration is all there is
         require_whole_iterations(_Last.ops)
     finally:
         _Last.active = frozenset()
@@ -70,18 +65,20 @@ def get_recorded_ops() -> RecordedOps:
     return _Last.ops
 
 
-def start(sharding: Sharding, *, compiled: bool = False) -> None:
-    """``compiled``: the program may run compiled graphs, whose runs are noted as well."""
+def start(sharding: Sharding, *, compiled: bool = False) -> int:
+    """``compiled``: the program may run compiled graphs, whose runs are noted as well. Returns the moment, in nanoseconds
+    of the steady clock, for :func:`stop`."""
     sharding.runtime.take_timeline()
     sharding.calls = [] if compiled else None
     _C.start_recording(sharding.graph_id)
+    return time.monotonic_ns()
 
 
-def stop(sharding: Sharding, ended: int) -> RecordedOps:
-    """Everything since :func:`start`; ``ended``: when, in nanoseconds of the steady clock."""
+def stop(sharding: Sharding, began: int) -> RecordedOps:
+    """Everything since :func:`start`, which said ``began``. On a device it waits for what was launched."""
     compiled = _C.recorded_compiled(sharding.graph_id)
     calls, sharding.calls = sharding.calls, None
-    ops = _C.stop_recording(sharding.graph_id)
+    ops, ended = _C.stop_recording(sharding.graph_id)
     spans = sharding.runtime.take_timeline()
     if compiled and calls is None:
         raise RuntimeError(
@@ -111,7 +108,8 @@ def stop(sharding: Sharding, ended: int) -> RecordedOps:
     found += [RecordedOp("call", step.name, 0, "-", phase, 0, 0, at, at) for step, phase, at in calls or ()]
     found.sort(key=lambda op: op.start)
     zero = found[0].start if found else 0
-    last = max((op.end for op in found if op.kind == "end"), default=ended)
+    # One rank that holds whole parameters communicates nothing: there the iteration is all there is.
+    last = max((op.end for op in found if op.kind == "end"), default=began)
     return RecordedOps(
         [op._replace(start=op.start - zero, end=op.end - zero) for op in found],
         model=ModelRecord.of(sharding),

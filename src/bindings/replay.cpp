@@ -32,18 +32,18 @@ std::shared_ptr<const Graph> graphOf(std::int64_t graph_id) { return GraphTable:
 
 Recorder& recorderOf(std::int64_t graph_id) { return *graphOf(graph_id)->runtime->context().recorder; }
 
-py::list stopRecording(std::int64_t graph_id) {
-  std::vector<RecordedOp> ops;
+py::tuple stopRecording(std::int64_t graph_id) {
+  Recording recording;
   {
     const py::gil_scoped_release no_gil;
-    ops = recorderOf(graph_id).stop();
+    recording = recorderOf(graph_id).stop();
   }
   py::list list;
-  for (const RecordedOp& op : ops) {
+  for (const RecordedOp& op : recording.ops) {
     list.append(py::make_tuple(kOpNames[static_cast<std::size_t>(op.kind)], op.id, op.dtype, op.bytes, op.backward,
                                op.iteration, op.micro, op.start, op.end));
   }
-  return list;
+  return py::make_tuple(list, recording.ended);
 }
 
 ReplayVariant variantOf(const std::vector<Read>& reads) {

@@ -17,22 +17,24 @@ void Recorder::start() {
   recording_.store(true, std::memory_order_relaxed);
 }
 
-std::vector<RecordedOp> Recorder::stop() {
+Recording Recorder::stop() {
+  const Timeline::Mark ended = mark();
   recording_.store(false, std::memory_order_relaxed);
   std::vector<Pending> pending;
   {
     const std::lock_guard lock(mutex_);
     pending = std::exchange(ops_, {});
   }
-  std::vector<RecordedOp> ops;
-  ops.reserve(pending.size());
+  Recording recording;
+  recording.ended = timeline_->timeOf(ended);
+  recording.ops.reserve(pending.size());
   for (Pending& one : pending) {
     one.op.start = timeline_->timeOf(one.start);
     one.op.end = timeline_->timeOf(one.end);
-    ops.push_back(one.op);
+    recording.ops.push_back(one.op);
   }
   timeline_->record(false);
-  return ops;
+  return recording;
 }
 
 void Recorder::append(RecordedOp op, Timeline::Mark start, Timeline::Mark end) {

@@ -39,6 +39,11 @@ struct RecordedOp {
   std::int64_t end = 0;
 };
 
+struct Recording {
+  std::vector<RecordedOp> ops;
+  std::int64_t ended = 0;  // when it was stopped; 0: nothing was being recorded
+};
+
 class Recorder {
  public:
   // `timeline` tells the moments; it records as long as this does.
@@ -47,8 +52,8 @@ class Recorder {
   bool recording() const { return recording_.load(std::memory_order_relaxed); }
   // Starts anew: what was recorded before is dropped.
   void start();
-  // Stops and hands over what was recorded, with times in nanoseconds.
-  std::vector<RecordedOp> stop();
+  // Stops and hands over what was recorded, with times in nanoseconds. On a device it waits for what was launched.
+  Recording stop();
   // True when compiled code communicated since start(): its collectives are placed by a plan already.
   bool sawCompiled() const { return compiled_.load(std::memory_order_relaxed); }
   void noteCompiled() {

@@ -14,7 +14,7 @@ TEST(Recorder, NothingIsKeptWhileItIsOff) {
   EXPECT_FALSE(recorder.mark());
   recorder.add(Kind::Read, 1, at::kFloat, 4, false, recorder.mark(), 0);
   recorder.release(1, at::kFloat, 4);
-  EXPECT_TRUE(recorder.stop().empty());
+  EXPECT_TRUE(recorder.stop().ops.empty());
 }
 
 TEST(Recorder, OperationsKeepTheirOrderAndTimes) {
@@ -25,7 +25,7 @@ TEST(Recorder, OperationsKeepTheirOrderAndTimes) {
   const auto start = recorder.mark();
   recorder.add(Kind::Gather, 7, at::kBFloat16, 20, false, start, 0);
   recorder.release(7, at::kBFloat16, 24);
-  const auto ops = recorder.stop();
+  const auto [ops, ended] = recorder.stop();
   ASSERT_EQ(ops.size(), 2U);
   EXPECT_EQ(ops[0].kind, Kind::Gather);
   EXPECT_EQ(ops[0].id, 7);
@@ -36,6 +36,7 @@ TEST(Recorder, OperationsKeepTheirOrderAndTimes) {
   EXPECT_LE(ops[0].end, ops[1].start);
   EXPECT_EQ(ops[1].kind, Kind::Release);
   EXPECT_EQ(ops[1].start, ops[1].end);
+  EXPECT_LE(ops[1].end, ended);
   EXPECT_FALSE(recorder.recording());
   EXPECT_FALSE(moments->recording());
 }
@@ -45,7 +46,7 @@ TEST(Recorder, WhatBeganBeforeTheRecordingIsLeftOut) {
   const auto before = recorder.mark();
   recorder.start();
   recorder.add(Kind::Reduce, 1, at::kFloat, 4, true, before);
-  EXPECT_TRUE(recorder.stop().empty());
+  EXPECT_TRUE(recorder.stop().ops.empty());
 }
 
 TEST(Recorder, BackwardsCountMicroBatchesAndChangedShardsIterations) {
@@ -60,7 +61,7 @@ TEST(Recorder, BackwardsCountMicroBatchesAndChangedShardsIterations) {
   pass(1);
   pass(1);
   std::vector<std::pair<int, int>> found;
-  for (const RecordedOp& op : recorder.stop()) {
+  for (const RecordedOp& op : recorder.stop().ops) {
     if (op.kind == Kind::Gather) {
       found.emplace_back(op.iteration, op.micro);
     }
@@ -75,7 +76,7 @@ TEST(Recorder, AReleaseBelongsToThePassOfTheOperationBeforeIt) {
   recorder.release(1, at::kFloat, 4);
   recorder.add(Kind::End, -1, at::kFloat, 0, true, recorder.mark());
   recorder.release(1, at::kFloat, 4);
-  const auto ops = recorder.stop();
+  const auto ops = recorder.stop().ops;
   EXPECT_TRUE(ops[1].backward);
   EXPECT_FALSE(ops[3].backward);
 }
