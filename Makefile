@@ -52,11 +52,11 @@ test-all: test-cpp
 	$(PYTHON) -m pip install -q $(TORCH) -r tests/requirements-transformers.txt
 	$(PYTHON) -m pytest tests/python -q
 
-# On a machine with a GPU; several ranks share it. What they need of NCCL and the driver: docs/cuda.md.
-CUDA_TESTS := $(addprefix tests/python/test_,cuda.py gather_release.py reduction.py offload.py eager_autograd.py sharding.py)
+# On a machine with a GPU; several ranks share it. What they need of NCCL and the driver: docs/cuda.md. All tests but those that
+# say why they are of the CPU alone.
 test-cuda: build
 	$(PYTHON) -m deepcompile doctor
-	DEEPCOMPILE_TEST_DEVICE=cuda $(PYTHON) -m pytest $(CUDA_TESTS) -q -m "not slow"
+	DEEPCOMPILE_TEST_DEVICE=cuda $(PYTHON) -m pytest tests/python -q -m "not slow"
 
 sanitize-cuda: build
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/python/cuda_operators.py || exit 1; done

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import MODELS, Run
+from models import MODELS, Run, seeded
 
 
 class Experts(nn.Module):
@@ -64,7 +64,7 @@ class DynamicRun(Run):
     choices: tuple[tuple[str, int], ...] = (("depth", 4),)
 
     def batch(self, rank: int, step: int, micro: int) -> Any:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = seeded(1000 * step + rank)
         what, number = self.choices[step % len(self.choices)]
         return torch.randn(5, 6, generator=generator), what, number
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,14 +20,39 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 #: Where the ranks' tensors are made: "cpu", or "cuda" (make test-cuda), where all ranks share the first GPU.
 DEVICE = os.environ.get("DEEPCOMPILE_TEST_DEVICE", "cpu")
+
+#: What a test of both kinds of CPU streams runs with.
+STREAMS = ["inline", "worker"] if DEVICE == "cpu" else ["auto"]
 
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _context = multiprocessing.get_context("forkserver")
 # A server that has looked for a GPU, as parts of the compiler do when they are loaded, cannot fork processes that use one.
 _context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"] if DEVICE == "cpu" else ["torch"])
+
+
+def only_on_cpu(why: str) -> pytest.MarkDecorator:
+    """Of a test, or of all in a file (``pytestmark``), that says nothing about tensors of a device."""
+    return pytest.mark.skipif(DEVICE != "cpu", reason=why)
+
+
+def where_ranks_run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of references that the process of the test computes. A device draws other random numbers than the host, so they must
+    be made where the ranks' tensors are; what is returned comes to the host, as the ranks' results do.
+    """
+
+    @functools.wraps(function)
+    def on_the_device(*arguments: Any, **keywords: Any) -> Any:
+        import torch
+
+        with torch.device(DEVICE):
+            return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*arguments, **keywords))
+
+    return on_the_device
 
 
 class RankFailed(AssertionError):

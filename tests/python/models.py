@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness import DEVICE, where_ranks_run
+
 VOCABULARY = 31
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Draws where tensors are made by default."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 class MLP(nn.Module):
@@ -126,14 +133,14 @@ class Run:
             return MODELS[self.model](**self.options)
 
     def batch(self, rank: int, step: int, micro: int) -> torch.Tensor:
-        generator = torch.Generator(torch.get_default_device()).manual_seed(100_000 * step + 100 * micro + rank)
-        return MODELS[self.model].batch(generator)
+        return MODELS[self.model].batch(seeded(100_000 * step + 100 * micro + rank))
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         # Plain momentum: Adam's division turns the last bit of a small gradient into the first of an update.
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=0.01)
 
 
+@where_ranks_run
 def train_unsharded(
     run: Run, world: int, forward: Callable[[nn.Module], Callable[..., torch.Tensor]] | None = None
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
@@ -143,9 +150,8 @@ def train_unsharded(
     model = run.make()
     call = forward(model) if forward else model
     optimizer = run.optimizer(model.parameters())
-    random_states = [
-        torch.Generator(torch.get_default_device()).manual_seed(1000 + rank).get_state() for rank in range(world)
-    ]
+    random = torch.cuda if DEVICE == "cuda" else torch
+    random_states = [seeded(1000 + rank).get_state() for rank in range(world)]
     buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in range(world)]
     losses: list[list[float]] = [[] for _ in range(world)]
     trainable = [param for param in model.parameters() if param.requires_grad]
@@ -156,10 +162,10 @@ def train_unsharded(
                 with torch.no_grad():
                     for name, value in model.named_buffers():
                         value.copy_(buffers[rank][name])
-                torch.set_rng_state(random_states[rank])
+                random.set_rng_state(random_states[rank])
                 loss = call(run.batch(rank, step, micro))
                 gradients = torch.autograd.grad(loss / run.accumulation, trainable, allow_unused=True)
-                random_states[rank] = torch.get_rng_state()
+                random_states[rank] = random.get_rng_state()
                 buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}
                 losses[rank].append(loss.item())
                 for total, gradient in zip(sums, gradients, strict=True):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepcompile import dc
+from models import seeded
 
 GRAPH = 0
 LEARNING_RATE = 0.05
@@ -31,7 +32,7 @@ class Setup:
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Uneven shapes, an empty one, a scalar, a frozen one, a tied one (``embed``, used twice) and one of another dtype."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
+    generator = seeded(7)
 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * 0.3).to(dtype)
@@ -68,7 +69,7 @@ def read_dtype(read) -> torch.dtype:
 
 
 def batch(rank: int, step: int, micro: int) -> torch.Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + 10 * micro + rank)
+    generator = seeded(1000 * step + 10 * micro + rank)
     return torch.randint(0, 11, (4,), generator=generator)
 
 

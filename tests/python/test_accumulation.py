@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 import deepcompile
 from deepcompile import dc
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from models import Run, assert_close, losses_with_engine, train_unsharded
 from z3_fixture import GRAPH, start
+
+pytestmark = only_on_cpu("on a device every backward orders the next forward after its reductions")
 
 ops = torch.ops.dc
 

@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import deepcompile
 from deepcompile.sharding import sharding_of
 from harness import RankFailed, run_ranks
-from models import Llama, Run, train_with_engine
+from models import Llama, Run, seeded, train_with_engine
 from test_engine_parity import assert_parity
+
+#: A call of a kernel in the code that Inductor generates, for the CPU or a device.
+KERNEL = r"cpp_fused\w*|triton_\w+\.run"
 
 
 def config(stage: int = 3, backend: str = "aot_eager", **more) -> dict:
@@ -116,7 +119,7 @@ def nothing_saved(rank: int, world: int) -> None:
     saved: list[tuple[int, ...]] = []
     compiled = torch.compile(model, backend="deepcompile")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        loss = compiled(Llama.batch(torch.Generator(torch.get_default_device())))
+        loss = compiled(Llama.batch(seeded()))
     assert saved and not shapes & set(saved)
     assert sharding_of(model).runtime.stats()["gathered_bytes_live"] == 0
     loss.backward()
@@ -138,7 +141,7 @@ class WithCheckpoints(Llama):
 
 class WithAutocast(Llama):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(tokens.device.type, torch.bfloat16):
             return super().forward(tokens)
 
 
@@ -176,11 +179,9 @@ def like_eager(rank: int, world: int, make: type[Llama], backend: str, tolerance
             if step in (2, 4):
                 engine.eval()
                 with torch.no_grad():
-                    losses.append(
-                        engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(99))).item()
-                    )
+                    losses.append(engine(Llama.batch(seeded(99))).item())
                 engine.train()
-            loss = engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(10 * step + rank)))
+            loss = engine(Llama.batch(seeded(10 * step + rank)))
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
@@ -207,7 +208,7 @@ def layers_share_code(rank: int, world: int, sharded: bool) -> int:
         deepcompile.shard(model, config())
     compiled = torch.compile(model, backend=counter)
     for _ in range(2):
-        compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
+        compiled(Llama.batch(seeded())).backward()
     return counter.frame_count
 
 
@@ -226,9 +227,7 @@ def shapes_change(rank: int, world: int, sharded: bool) -> tuple[int, int, list[
     losses = []
     lengths = ((9, 9, 12, 15), (9, 12, 12, 7))[rank]
     for step, length in enumerate(lengths):
-        tokens = torch.randint(
-            0, 31, (2, length), generator=torch.Generator(torch.get_default_device()).manual_seed(step + 10 * rank)
-        )
+        tokens = torch.randint(0, 31, (2, length), generator=seeded(step + 10 * rank))
         loss = compiled(tokens)
         loss.backward()
         losses.append(loss.item())
@@ -269,7 +268,7 @@ def generated(rank: int, world: int) -> tuple[list[str], list[list[str]]]:
     compiled = torch.compile(model, backend="deepcompile")
 
     def step() -> None:
-        compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
+        compiled(Llama.batch(seeded())).backward()
 
     _, codes = run_and_get_code(step)
     plan = sharding_of(model).planner.training_step().plan
@@ -287,9 +286,8 @@ def test_inductor_keeps_the_planned_order_of_launches_gathers_and_products() -> 
     assert len(codes) == 2
     for code, expected in zip(codes, planned, strict=True):
         body = code[code.index("def call(") :]
-        calls = re.findall(
-            r"torch\.ops\.dc\.(prefetch|gather)_shards?\.default\(|extern_kernels\.(\w+)\(|(cpp_fused\w*)\(", body
-        )
+        collective, product = r"torch\.ops\.dc\.(prefetch|gather)_shards?\.default\(", r"extern_kernels\.(\w+)\("
+        calls = re.findall(rf"{collective}|{product}|({KERNEL})\(", body)
         order = [dc or ("product" if product else "kernel") for dc, product, _ in calls]
         assert [one for one in order if one in ("prefetch", "gather")] == expected
         assert order.count("prefetch") >= 3
@@ -313,8 +311,8 @@ def fused_kernels(rank: int, world: int, sharded: bool) -> list[int]:
     if sharded:
         deepcompile.shard(model, config(3, "inductor"))
     compiled = torch.compile(model, backend="deepcompile" if sharded else "inductor")
-    _, codes = run_and_get_code(lambda: compiled(Llama.batch(torch.Generator(torch.get_default_device()))).backward())
-    return [len(re.findall(r"^ +cpp_fused\w*\(", code, re.M)) for code in codes]
+    _, codes = run_and_get_code(lambda: compiled(Llama.batch(seeded())).backward())
+    return [len(re.findall(rf"^ +(?:{KERNEL})\(", code, re.M)) for code in codes]
 
 
 def test_planned_graphs_have_few_more_kernels_than_unsharded_ones() -> None:

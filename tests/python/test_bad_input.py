@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepcompile import dc, runtime_config
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
@@ -101,6 +101,7 @@ def rejects_configuration(rank: int, world: int) -> None:
     dc.init(None, Settings(5), 10)
 
 
+@only_on_cpu("refuses what only CUDA has")
 def test_bad_configuration_fails_at_init_and_an_object_with_attributes_serves_as_well_as_a_dict() -> None:
     run_ranks(1, rejects_configuration)
 
@@ -200,6 +201,7 @@ def a_rank_dies(rank: int, world: int) -> tuple[str, float] | None:
     return str(raised.value), took
 
 
+@only_on_cpu("on a device it is the watchdog who says so: test_cuda.py")
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_a_dead_rank_becomes_an_error_on_the_others_that_names_the_parameter(stream: str) -> None:
     results = run_ranks(3, a_rank_dies, may_die=(1,), environment={"DEEPCOMPILE_CPU_STREAM": stream})
@@ -226,6 +228,7 @@ def a_rank_stops(rank: int, world: int) -> tuple[str, float] | None:
     return str(raised.value), time.monotonic() - begin
 
 
+@only_on_cpu("on a device it is the watchdog who says so: test_cuda.py")
 @pytest.mark.alone
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_a_rank_that_does_not_come_becomes_an_error_within_the_deadline(stream: str) -> None:

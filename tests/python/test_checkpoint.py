@@ -19,7 +19,7 @@ from deepcompile.__main__ import main
 from deepcompile.checkpoint import CheckpointError, consolidate
 from deepcompile.safetensors import load_safetensors, save_safetensors
 from harness import run_ranks
-from models import Llama
+from models import Llama, seeded
 
 
 def engine_of(stage: int, seed: int = 5, dropout: float = 0.0, **more) -> deepcompile.Engine:
@@ -39,7 +39,7 @@ def train(engine: deepcompile.Engine, first: int, last: int) -> list[float]:
     """The same batch on every rank, so that the number of ranks does not matter."""
     losses = []
     for step in range(first, last):
-        loss = engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(step)))
+        loss = engine(Llama.batch(seeded(step)))
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -135,7 +135,7 @@ def several(rank: int, world: int, folder: str) -> None:
     other = deepcompile.initialize(nn.Linear(3, 3), None, {"compile": False})
     with pytest.raises(CheckpointError, match=r"belongs to another model: parameter 'weight' is missing there"):
         other.load_checkpoint(folder)
-    engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()))))
+    engine.backward(engine(Llama.batch(seeded())))
     engine.step()
     with pytest.raises(RuntimeError, match="save after the step that ends it"):
         engine.save_checkpoint(folder)

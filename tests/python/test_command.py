@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deepcompile.__main__ import main
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("has no tensors")
 
 
 def test_simulate_compares_the_strategies(capsys: pytest.CaptureFixture[str]) -> None:

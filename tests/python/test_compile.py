@@ -178,7 +178,7 @@ def test_in_generated_code_a_release_comes_after_every_reader_and_collectives_ke
     readers = [
         number
         for number, line in enumerate(body)
-        if re.search(r"\b(cpp_fused\w*|extern_kernels\.\w+)\(", line)
+        if re.search(r"\b(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+)\(", line)
         and any(re.search(rf"\b{a}\b", line) for a in aliases)
     ]
     assert readers, "no reader found: the test looks at the wrong names"

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from deepcompile.config import CompileConfig, Config, ConfigError, ZeroConfig, load_config
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("has no tensors")
 
 DEEPSPEED_STYLE = {
     "train_micro_batch_size_per_gpu": 4,

@@ -9,6 +9,10 @@ import sys
 
 import pytest
 
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("has no tensors")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "release"
 

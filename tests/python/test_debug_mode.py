@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepcompile import dc
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
@@ -57,6 +57,7 @@ def reads_raw_memory(rank: int, world: int) -> bool:
     return after != after
 
 
+@only_on_cpu("reads the memory from the host")
 def test_released_memory_reads_as_nan() -> None:
     assert run_ranks(2, reads_raw_memory) == [True, True]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from models import Llama
 
 CONFIG = {"zero_optimization": {"stage": 3}, "timeout": 20, "compile": False}
@@ -148,6 +148,7 @@ def large(rank: int, world: int) -> tuple[int, int]:
     return layers * width * width * 4, grown
 
 
+@only_on_cpu("measures the memory of the process")
 def test_a_model_is_made_in_the_memory_of_its_shards() -> None:
     for whole, grown in run_ranks(4, large):
         # Shards and gradient buffers, a quarter each, and one layer whole.

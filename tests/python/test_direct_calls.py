@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepcompile import _C, dc
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from z3_fixture import GRAPH, start, whole_parameter
 
 ops = torch.ops.dc
@@ -218,6 +218,7 @@ def others_run(rank: int, world: int) -> None:
         ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
 
 
+@only_on_cpu("on a device the host does not wait")
 def test_other_threads_run_while_a_call_waits_for_a_peer() -> None:
     run_ranks(2, others_run)
 

@@ -17,7 +17,7 @@ from deepcompile.loss_scale import LossScale
 from deepcompile.safetensors import load_safetensors
 from deepcompile.sharding import sharding_of
 from harness import run_ranks
-from models import Llama
+from models import Llama, seeded
 
 
 def config(**more) -> dict:
@@ -25,7 +25,7 @@ def config(**more) -> dict:
 
 
 def batch(seed: int) -> torch.Tensor:
-    return Llama.batch(torch.Generator().manual_seed(seed))
+    return Llama.batch(seeded(seed))
 
 
 def surface(rank: int, world: int, folder: str) -> None:

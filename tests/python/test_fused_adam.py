@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import deepcompile
 from deepcompile import _fused_adam, _shard_aware_torch
 from harness import run_ranks
-from models import Llama
+from models import Llama, seeded
 
 KINDS = {
     "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
@@ -32,7 +32,7 @@ def installed() -> None:
 
 
 def parameters() -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     kinds = [((5, 3), torch.float32), ((7,), torch.float32), ((33,), torch.bfloat16), ((4, 4), torch.float32)]
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in kinds]
 
@@ -42,7 +42,7 @@ def groups(own: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def give_gradients(own: list[torch.nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     for index, param in enumerate(own):
         gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
         param.grad = None if index == 1 and step in (0, 3) else gradient  # one begins late and misses a step
@@ -251,7 +251,7 @@ def one_rank(rank: int, world: int, compiled: bool) -> None:
     assert [type(m) for m in model.modules()] == kinds and [p.shape for p in model.parameters()] == shapes
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     for step in range(4):
-        tokens = Llama.batch(torch.Generator().manual_seed(step))
+        tokens = Llama.batch(seeded(step))
         loss, expected = engine(tokens), forward(tokens)
         assert torch.equal(loss, expected)
         engine.backward(loss)
@@ -298,7 +298,7 @@ def saves_and_loads(rank: int, world: int, folder: str) -> list[float]:
         engine.load_checkpoint(folder)
     losses = []
     for step in range(4):
-        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(2, 3, 5, 5, generator=seeded(step))
         losses.append(engine(x))
         engine.backward(losses[-1])
         engine.step()
@@ -308,7 +308,7 @@ def saves_and_loads(rank: int, world: int, folder: str) -> list[float]:
         engine.load_checkpoint(folder)
         with torch.no_grad():
             for step in (2, 0):
-                losses.append(engine(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))))
+                losses.append(engine(torch.randn(2, 3, 5, 5, generator=seeded(step))))
     counts = {state["step"].shape for state in engine.optimizer.state.values()}
     assert counts == {torch.Size([])}, "a number, also of a parameter that is one"
     return [loss.item() for loss in losses]

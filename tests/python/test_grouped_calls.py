@@ -12,6 +12,7 @@ import deepcompile
 from deepcompile.grouped_calls import GATHER_ALL, GRADIENTS_A_CALL, REDUCE_ALL, group_calls
 from deepcompile.segments import GATHER, REDUCE
 from harness import run_ranks
+from models import seeded
 from test_shards_in_place import LAYERS, MODES, Model, train, unsharded
 
 PARAMETERS = 2 * LAYERS
@@ -113,7 +114,7 @@ def teacher_and_student(rank: int, world: int) -> None:
     engine = deepcompile.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     optimizer = torch.optim.SGD(plain[1].parameters(), lr=0.1)
     for step in range(4):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, 8, generator=seeded(step))
         loss, expected = engine(x), reference(x)
         assert torch.allclose(loss, expected, rtol=1e-5)
         engine.backward(loss)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from deepcompile import dc
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
+
+pytestmark = only_on_cpu("host memory")
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 

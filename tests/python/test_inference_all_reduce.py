@@ -22,6 +22,9 @@ import deepcompile
 import harness
 import shm_examples
 import shm_fixture as fixture
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 ops = torch.ops.deepspeed
 

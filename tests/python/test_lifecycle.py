@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepcompile import dc
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from z3_fixture import shard_of, start, whole_parameter
 
 ops = torch.ops.dc
@@ -143,6 +143,7 @@ def comes_and_goes(rank: int, world: int) -> None:
     assert after[2] - before[2] < 1 << 20, f"memory in use grew by {(after[2] - before[2]) >> 10} KiB"
 
 
+@only_on_cpu("measures the memory and threads of the process")
 @pytest.mark.parametrize("stream", ["inline", "worker"])
 def test_init_and_cleanup_fifty_times_leaves_nothing_behind(stream: str) -> None:
     run_ranks(2, comes_and_goes, environment={"DEEPCOMPILE_CPU_STREAM": stream})

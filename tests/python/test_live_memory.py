@@ -6,6 +6,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepcompile.live_memory import live_bytes
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("host memory")
 
 
 def most(function: object, *inputs: torch.Tensor, fuses: bool = True) -> int:

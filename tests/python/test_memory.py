@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
+from models import seeded
+
+pytestmark = only_on_cpu("measures the memory of the process")
 
 WIDTH = 2048
 #: Parameters, gradients and the two states of AdamW.
@@ -62,7 +65,7 @@ def engine_of(width: int, layers: int, compiles: object) -> deepcompile.Engine:
 
 def train(engine: deepcompile.Engine, width: int) -> None:
     for step in range(5):
-        engine.backward(engine(torch.randn(2, width, generator=torch.Generator().manual_seed(step))))
+        engine.backward(engine(torch.randn(2, width, generator=seeded(step))))
         engine.step()
 
 

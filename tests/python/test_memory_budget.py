@@ -13,8 +13,10 @@ import torch
 
 import deepcompile
 from deepcompile import plan as planner
-from harness import run_ranks
-from models import Llama, Run, train_unsharded
+from harness import only_on_cpu, run_ranks
+from models import Llama, Run, seeded, train_unsharded
+
+pytestmark = only_on_cpu("measures the memory of the process")
 
 ROOT = pathlib.Path(__file__).parents[2]
 INLINE = {"DEEPCOMPILE_CPU_STREAM": "inline"}
@@ -123,7 +125,7 @@ def compiled_order(rank: int, world: int) -> list[list[str]]:
     model = Llama(layers=2, size=32, tied=False)
     deepcompile.shard(model, config(1, "inductor"))
     compiled = torch.compile(model, backend="deepcompile")
-    _, codes = run_and_get_code(lambda: compiled(Llama.batch(torch.Generator())).backward())
+    _, codes = run_and_get_code(lambda: compiled(Llama.batch(seeded())).backward())
     pattern = r"torch\.ops\.dc\.(gather)_shard\.default\(\w+, \d+, \[(\d+, \d+)|extern_kernels\.(\w+)\("
     return [
         ["gather" if gather else "product" for gather, _, _ in re.findall(pattern, code[code.index("def call(") :])]

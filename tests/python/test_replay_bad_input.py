@@ -11,7 +11,7 @@ from torch import nn
 import deepcompile
 from deepcompile.sharding import sharding_of
 from harness import run_ranks
-from models import MLP, Llama
+from models import MLP, Llama, seeded
 from test_replay import compiled, iterate, plain
 
 
@@ -30,13 +30,13 @@ def bad_recordings(rank: int, world: int) -> None:
         pytest.raises(RuntimeError, match=r"half an iteration was recorded: \d+ reads and no end"),
         deepcompile.record(),
     ):
-        loss = model(Llama.batch(torch.Generator().manual_seed(0)))
+        loss = model(Llama.batch(seeded(0)))
     with pytest.raises(RuntimeError, match="whose forward ran before the block"), deepcompile.record():
         loss.backward()
     with pytest.raises(RuntimeError, match="gathered after the last backward"), deepcompile.record():
         iterate(model, optimizer)
         with torch.no_grad():
-            model(Llama.batch(torch.Generator().manual_seed(0)))
+            model(Llama.batch(seeded(0)))
     with pytest.raises(RuntimeError, match="recordings cannot be nested"), deepcompile.record():
         iterate(model, optimizer)
         with deepcompile.record():
@@ -56,7 +56,7 @@ def bad_recordings(rank: int, world: int) -> None:
     sharding_of(other).close()
     fast = torch.compile(model, backend="aot_eager")
     with pytest.raises(RuntimeError, match="compiled code communicated"), deepcompile.record():
-        fast(Llama.batch(torch.Generator().manual_seed(0))).backward()
+        fast(Llama.batch(seeded(0))).backward()
 
 
 def test_recordings_of_nothing_of_half_an_iteration_or_of_compiled_code_say_what_to_do() -> None:
@@ -143,11 +143,11 @@ def test_execute_nested_entered_twice_or_with_changed_parameters_is_refused() ->
 def different_reads(rank: int, world: int) -> None:
     model, optimizer = plain(2, make=MLP, zero={"param_persistence_threshold": 10**6})
     with torch.no_grad():
-        model(MLP.batch(torch.Generator().manual_seed(0)))  # all parameters are gathered and stay
+        model(MLP.batch(seeded(0)))  # all parameters are gathered and stay
     with deepcompile.record():
         if rank == 1:
             model.layers[0].bias  # noqa: B018 - read alone, before the others
-        model(MLP.batch(torch.Generator().manual_seed(0))).backward()
+        model(MLP.batch(seeded(0))).backward()
         optimizer.step()
     with pytest.raises(RuntimeError, match="the ranks recorded different reads: read 0 of pass 0 was"):
         deepcompile.compile()

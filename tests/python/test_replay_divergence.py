@@ -13,7 +13,7 @@ import torch
 import deepcompile
 from deepcompile.sharding import sharding_of
 from dynamic_models import DynamicRun
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from models import assert_close, train_unsharded
 
 
@@ -140,6 +140,7 @@ def alone(rank: int, world: int, backend: str) -> tuple[str, float]:
     return "", 0.0
 
 
+@only_on_cpu("over NCCL a rank that comes alone is told by the watchdog: test_cuda.py")
 @pytest.mark.alone
 @pytest.mark.parametrize("communicator", ["auto", "c10d"])
 def test_a_rank_that_leaves_the_order_alone_is_named_on_all_ranks_within_the_deadline(communicator: str) -> None:

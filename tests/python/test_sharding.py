@@ -13,10 +13,10 @@ from torch import nn
 import deepcompile
 from deepcompile.sharding import sharding_of
 from harness import RankFailed, run_ranks
-from models import MLP, Llama
+from models import MLP, Llama, seeded
 
 
-def seeded(make, seed: int = 3) -> nn.Module:
+def made(make, seed: int = 3) -> nn.Module:
     torch.manual_seed(seed)
     return make()
 
@@ -26,7 +26,7 @@ def config(stage: int = 3, **more) -> dict:
 
 
 def looks(rank: int, world: int, stage: int) -> None:
-    model = seeded(MLP)
+    model = made(MLP)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     objects = dict(model.named_parameters())
     assert deepcompile.shard(model, config(stage)) is model
@@ -69,19 +69,15 @@ def recurrent(rank: int, world: int) -> None:
             x = self.norm(self.attention(x, x, x)[0])
             return (x * self.extra[0] + self.extra[1]).square().mean()
 
-    model = seeded(Odd)
+    model = made(Odd)
     reference = copy.deepcopy(model)
     deepcompile.shard(model, config())
-    x = torch.randn(2, 5, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
+    x = torch.randn(2, 5, 6, generator=seeded(rank))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     for _ in range(3):
         total = torch.zeros(())
         for r in range(world):
-            total = (
-                total
-                + reference(torch.randn(2, 5, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(r)))
-                / world
-            )
+            total = total + reference(torch.randn(2, 5, 6, generator=seeded(r))) / world
         total.backward()
         model(x).backward()
         for optimizer in optimizers:
@@ -98,7 +94,7 @@ def test_modules_that_hold_parameters_in_lists_and_parametrizations_train() -> N
 
 def plain_loop(rank: int, world: int, stage: int) -> None:
     """torch.optim, clipping and accumulation as in any program; against the unsharded model on all batches."""
-    model, reference = seeded(Llama), seeded(Llama)
+    model, reference = made(Llama), made(Llama)
     deepcompile.shard(model, config(stage))
 
     def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -111,10 +107,7 @@ def plain_loop(rank: int, world: int, stage: int) -> None:
     optimizer, reference_optimizer = optimizer_of(model), optimizer_of(reference)
     for step in range(4):
         for micro in range(2):
-            batches = [
-                Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(100 * step + 10 * micro + r))
-                for r in range(world)
-            ]
+            batches = [Llama.batch(seeded(100 * step + 10 * micro + r)) for r in range(world)]
             (sum(reference(batch) for batch in batches) / world).backward()
             loss = model(batches[rank])
             loss.backward()
@@ -138,9 +131,9 @@ def test_the_plain_loop_with_groups_clipping_and_accumulation_equals_unsharded(s
 def norms(rank: int, world: int) -> None:
     from torch.nn.utils.clip_grad import _get_total_norm as imported_before
 
-    model, reference = seeded(Llama), seeded(Llama)
+    model, reference = made(Llama), made(Llama)
     deepcompile.shard(model, config())
-    batch = Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
+    batch = Llama.batch(seeded(0))
     model(batch).backward()
     reference(batch).backward()
     plain = nn.Linear(3, 3)
@@ -160,12 +153,12 @@ def test_norms_over_shards_are_global_and_over_other_tensors_what_they_were() ->
 
 
 def scaled(rank: int, world: int) -> None:
-    model = seeded(Llama)
+    model = made(Llama)
     deepcompile.shard(model, config())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = deepcompile.full_state_dict(model)
-    scaler.scale(model(Llama.batch(torch.Generator(torch.get_default_device())))).backward()
+    scaler.scale(model(Llama.batch(seeded()))).backward()
     if rank == 1:
         next(model.parameters()).grad[0] = float("inf")  # one rank overflows: all must skip
     scaler.step(optimizer)
@@ -180,7 +173,7 @@ def test_a_grad_scaler_skips_on_all_ranks_when_one_overflows() -> None:
 
 
 def changes_in_place(rank: int, world: int, stage: int) -> None:
-    model = seeded(Llama)
+    model = made(Llama)
     deepcompile.shard(model, config(stage))
     for change in (
         lambda: model.embed.weight.data.zero_(),
@@ -195,8 +188,8 @@ def changes_in_place(rank: int, world: int, stage: int) -> None:
 
     hook = model.norm.register_forward_hook(doubles)
     with pytest.raises(RuntimeError, match="parameter 'norm.weight' .* is sharded: .*full_params"):
-        model(Llama.batch(torch.Generator(torch.get_default_device())))
-        model(Llama.batch(torch.Generator(torch.get_default_device())))
+        model(Llama.batch(seeded()))
+        model(Llama.batch(seeded()))
     hook.remove()
     sharding_of(model).runtime.clear_all_gathered_params()
     before = torch.ones(16)
@@ -220,8 +213,8 @@ def test_a_whole_weight_can_be_changed_through_full_params_only(stage: int) -> N
 
 
 def state_dicts(rank: int, world: int) -> None:
-    whole = seeded(Llama).state_dict()
-    model = deepcompile.shard(seeded(Llama, seed=4), config())
+    whole = made(Llama).state_dict()
+    model = deepcompile.shard(made(Llama, seed=4), config())
     assert set(model.state_dict()) == set(whole)
     assert model.state_dict()["embed.weight"].shape == (31 * 16 // world,)
     model.load_state_dict(whole)
@@ -240,7 +233,7 @@ def state_dicts(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match=r"cannot be (copied|pickled).*full_state_dict"):
             copied()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(Llama.batch(torch.Generator(torch.get_default_device()))).backward()
+    model(Llama.batch(seeded())).backward()
     optimizer.step()
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(optimizer.state_dict())
@@ -265,7 +258,7 @@ def mixed(rank: int, world: int) -> None:
             y = (x @ self.single).double() * self.wide + self.table
             return (y.float() * self.short.float() * self.complex.abs()).sum()
 
-    model, reference = seeded(Mixed), seeded(Mixed)
+    model, reference = made(Mixed), made(Mixed)
     deepcompile.shard(model, config())
     x = torch.ones(2, 3) * (rank + 1)
     model(x).backward()
@@ -337,7 +330,7 @@ class Routed(nn.Module):
 
 
 def routes(rank: int, world: int) -> None:
-    model, reference = seeded(Routed), seeded(Routed)
+    model, reference = made(Routed), made(Routed)
     deepcompile.shard(model, {"zero_optimization": {"stage": 3, "leaf_modules": ["Routed"]}, "timeout": 20})
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
+from models import seeded
+
+pytestmark = only_on_cpu("reads shards where other processes have them")
 
 #: Weights of 64 x 64: a rank's part of one is whole pages on two and four ranks. The biases are gathered by copying.
 SIZE, LAYERS = 64, 3
@@ -37,7 +40,7 @@ class Model(nn.Module):
 
 def batch(step: int, rank: int) -> torch.Tensor:
     # As large as a weight, so that a compiler that takes memory again for something else could take a weight's.
-    return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(SIZE, SIZE, generator=seeded(100 * step + rank))
 
 
 def engine_of(mode: str, stage: int = 3, bias: bool = True, **more: object) -> deepcompile.Engine:

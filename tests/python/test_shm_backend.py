@@ -17,6 +17,9 @@ import torch.distributed as dist
 import deepcompile
 import harness
 import shm_fixture as fixture
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 
 def works_and_futures(rank: int, world: int) -> None:

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 import harness
 import shm_fixture as fixture
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 WORLDS = [1, 2, 3, 4]
 

@@ -25,6 +25,9 @@ import harness
 import shm_fixture as fixture
 import z3_fixture
 from deepcompile import _C
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 HERE = pathlib.Path(__file__).parent
 

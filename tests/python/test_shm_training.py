@@ -11,6 +11,9 @@ from torch import nn
 
 import harness
 import shm_fixture as fixture
+from harness import only_on_cpu
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 
 def model() -> nn.Module:

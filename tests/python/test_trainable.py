@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import deepcompile
-from harness import RankFailed, run_ranks
-from models import Llama
+from harness import RankFailed, run_ranks, where_ranks_run
+from models import Llama, seeded
 
 #: What is frozen, by phase: the first block, then nothing, then the last norm.
 PHASES: tuple[tuple[str, ...], ...] = (("blocks.0.",), (), ("norm.",))
@@ -20,7 +20,7 @@ def freeze(model: torch.nn.Module, prefixes: tuple[str, ...]) -> None:
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return Llama.batch(torch.Generator().manual_seed(10 * step + rank))
+    return Llama.batch(seeded(10 * step + rank))
 
 
 def made() -> tuple[Llama, torch.optim.Optimizer]:
@@ -30,6 +30,7 @@ def made() -> tuple[Llama, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+@where_ranks_run
 def unsharded(world: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     model, optimizer = made()
     losses: list[list[float]] = [[] for _ in range(world)]

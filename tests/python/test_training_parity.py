@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from harness import DEVICE, run_ranks
+from harness import STREAMS, run_ranks, where_ranks_run
 from sharded_model import Setup, train_sharded, train_unsharded
 
 
@@ -15,13 +15,9 @@ def train_all(rank: int, world: int, setups: list[Setup]) -> list:
     return [train_sharded(rank, world, setup) for setup in setups]
 
 
-def references(rank: int, world: int, setups: list[Setup], ranks: int) -> list:
-    return [train_unsharded(setup, ranks) for setup in setups]
-
-
+@where_ranks_run
 def unsharded(setups: list[Setup], ranks: int) -> list:
-    """Where the ranks run: a device draws other random numbers than the host."""
-    return references(0, 1, setups, ranks) if DEVICE == "cpu" else run_ranks(1, references, setups, ranks)[0]
+    return [train_unsharded(setup, ranks) for setup in setups]
 
 
 def largest_relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,7 +26,7 @@ def largest_relative_difference(found: torch.Tensor, expected: torch.Tensor) -> 
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("stream", ["inline", "worker"])
+@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_five_steps_in_fp32_equal_unsharded_training(world: int, stream: str) -> None:
     setups = [

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import deepcompile
 from deepcompile.sharding import sharding_of
 from harness import run_ranks
+from models import seeded
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def train_beside_unsharded(
     deepcompile.shard(model, config(stage))
     optimizers = optimizer_of(model.parameters()), optimizer_of(reference.parameters())
     for step in range(steps):
-        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
+        batches = [torch.randn(4, 8, generator=seeded(10 * step + r)) for r in range(world)]
         model(batches[rank]).square().mean().backward()
         for batch in batches:
             (reference(batch).square().mean() / world).backward()
@@ -156,7 +157,7 @@ def retries(rank: int, world: int) -> None:
         engine = deepcompile.initialize(model, sgd, config(stage, gradient_accumulation_steps=3))
         optimizer = sgd(reference.parameters())
         for step in range(6):
-            x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 7 + r)) for r in range(world)]
+            x = [torch.randn(4, 8, generator=seeded(step * 7 + r)) for r in range(world)]
             if step in (1, 3, 5):
                 with pytest.raises(ValueError, match="meant to"):
                     engine.backward(_Raises.apply(engine(x[rank])).sum())
@@ -222,8 +223,9 @@ def around_the_model(rank: int, world: int) -> None:
     if rank == 0:  # one rank alone: nothing may be gathered
         assert "Linear(in_features=8, out_features=13, bias=True)" in repr(model)
         assert "Conv1d(2, 3, kernel_size=(2,), stride=(1,))" in str(model)
-    assert model.to("cpu") is model and model.float() is model
-    for cast in (nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16), lambda m: m.to_empty(device="cpu")):
+    here = torch.get_default_device()
+    assert model.to(here) is model and model.float() is model
+    for cast in (nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16), lambda m: m.to_empty(device=here)):
         with pytest.raises(
             RuntimeError, match=r"'weight' of a sharded Linear cannot be moved or cast.*before the model"
         ):
@@ -320,7 +322,7 @@ def adversaries(rank: int, world: int) -> None:
             engines = [deepcompile.initialize(model, sgd, config(stage, compile=mode)) for model in pair]
             updates = [sgd(model.parameters()) for model in whole]
             for step in range(4):
-                x = [torch.randn(3, 4, generator=torch.Generator().manual_seed(step * 9 + r)) for r in range(world)]
+                x = [torch.randn(3, 4, generator=seeded(step * 9 + r)) for r in range(world)]
                 pair[1].requires_grad_(True)
                 fake = engines[0](x[rank]).detach()
                 engines[1].backward((engines[1](fake) - engines[1](fake.abs())).square().mean())

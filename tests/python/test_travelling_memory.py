@@ -12,8 +12,10 @@ from torch import fx, nn
 import deepcompile
 from deepcompile import dc
 from deepcompile.segments import REDUCE, give_gradients
-from harness import run_ranks
-from models import Llama
+from harness import only_on_cpu, run_ranks
+from models import Llama, seeded
+
+pytestmark = only_on_cpu("shared memory of processes")
 
 
 def engine_of(stage: int, compiles: object, **more: object) -> deepcompile.Engine:
@@ -24,7 +26,7 @@ def engine_of(stage: int, compiles: object, **more: object) -> deepcompile.Engin
 
 def train(engine: deepcompile.Engine, steps: int = 3) -> None:
     for step in range(steps):
-        engine.backward(engine(Llama.batch(torch.Generator().manual_seed(step))))
+        engine.backward(engine(Llama.batch(seeded(step))))
         engine.step()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import deepcompile
 from deepcompile import plan as planner
-from harness import run_ranks
+from harness import only_on_cpu, run_ranks
 from models import Run, assert_close, train_unsharded
 
 
@@ -163,6 +163,7 @@ def drifts(rank: int, world: int, factor: float, steps: int) -> tuple[list[tuple
     return engine.drift.history, dict(engine.explain().rows)
 
 
+@only_on_cpu("the same on a device: test_cuda.py")
 def test_steps_that_take_much_longer_than_when_they_were_planned_are_measured_and_planned_again() -> None:
     first, second = run_ranks(2, drifts, 3.0, 16)
     assert first[0] == second[0] and first[0]
