@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
+from deepcompile._load import _C
 from deepcompile.grouped_calls import group_calls
 from deepcompile.planning import CompiledCall
 from deepcompile.segments import (
@@ -69,7 +69,8 @@ class _Compiled:
     def __call__(self, args: list[Any]) -> Any:
         self._step.ran_in = self._sharding.steps_begun
         if self._sharding.calls is not None and self._step.trains:
-            self._sharding.calls.append(CompiledCall(self._step, self._phase, time.monotonic_ns()))
+            self._sharding.calls.append(CompiledCall(self._step, self._phase))
+            _C.note_call(self._sharding.graph_id, self._phase == BACKWARD)
         return self.function(args)
 
 

@@ -97,7 +97,6 @@ class CompiledCall(NamedTuple):
 
     step: Step
     phase: str
-    start: int  # nanoseconds of the steady clock
 
 
 class StepPlanner:

@@ -87,10 +87,11 @@ def stop(sharding: Sharding, began: int) -> RecordedOps:
         )
     names = {sharded.id: sharded.name for sharded in sharding.params} | {-1: ""}
     dtypes = {sharded.id: dtype_name(sharded.read_dtype) for sharded in sharding.params}
+    called = (call.step.name for call in calls or ())
     found = [
         RecordedOp(
             kind,
-            names[id],
+            next(called) if kind == "call" else names[id],
             size,
             dtype_name(dtype),
             "backward" if backward else "forward",
@@ -105,7 +106,6 @@ def stop(sharding: Sharding, began: int) -> RecordedOps:
     if calls is not None:  # what graphs launch by plans of their own is time spent, and no read
         found = [op._replace(kind="wait") if op.kind == "prefetch" and op.param not in leaves else op for op in found]
     found += _channel_ops(spans, found, names, dtypes)
-    found += [RecordedOp("call", step.name, 0, "-", phase, 0, 0, at, at) for step, phase, at in calls or ()]
     found.sort(key=lambda op: op.start)
     zero = found[0].start if found else 0
     # One rank that holds whole parameters communicates nothing: there the iteration is all there is.

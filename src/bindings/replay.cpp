@@ -25,7 +25,8 @@ using Key = std::pair<std::int64_t, at::ScalarType>;
 using Access = std::tuple<std::int64_t, at::ScalarType, std::string, bool>;
 using Read = std::tuple<Access, bool, std::vector<std::vector<Key>>>;
 
-constexpr std::array<const char*, 7> kOpNames = {"gather", "read", "prefetch", "wait", "release", "reduce", "end"};
+constexpr std::array<const char*, 8> kOpNames = {"gather",  "read",   "prefetch", "wait",
+                                                 "release", "reduce", "end",      "call"};
 constexpr std::array<const char*, 2> kAccessNames = {"read", "group"};
 
 std::shared_ptr<const Graph> graphOf(std::int64_t graph_id) { return GraphTable::global().find(graph_id); }
@@ -149,6 +150,9 @@ void bindReplay(py::module_& module) {
   module.def("start_recording", [](std::int64_t graph_id) { recorderOf(graph_id).start(); }, py::arg("graph_id"));
   module.def("stop_recording", &stopRecording, py::arg("graph_id"),
              "(kind, id, dtype, bytes, backward, iteration, micro, start, end) of each operation.");
+  module.def(
+      "note_call", [](std::int64_t graph_id, bool backward) { recorderOf(graph_id).call(backward); },
+      py::arg("graph_id"), py::arg("backward"));
   module.def(
       "recorded_compiled", [](std::int64_t graph_id) { return recorderOf(graph_id).sawCompiled(); },
       py::arg("graph_id"));

@@ -72,6 +72,15 @@ void Recorder::add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype,
   }
 }
 
+void Recorder::call(bool backward) {
+  if (!recording()) {
+    return;
+  }
+  const Timeline::Mark now = timeline_->mark();
+  const std::lock_guard lock(mutex_);
+  append({RecordedOp::Kind::Call, -1, at::kFloat, 0, backward}, now, now);
+}
+
 void Recorder::release(std::int64_t id, at::ScalarType dtype, std::int64_t bytes) {
   if (!recording()) {
     return;

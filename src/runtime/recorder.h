@@ -27,6 +27,7 @@ struct RecordedOp {
     Release,   // the memory of a gathered copy went back; an instant
     Reduce,    // a gradient handed over
     End,       // the end of a backward, with what had to be waited for; `id` is -1
+    Call,      // a compiled graph begins to run; an instant; `id` is -1
   };
   Kind kind = Kind::Read;
   std::int64_t id = -1;
@@ -68,6 +69,8 @@ class Recorder {
   // nothing where `start` was not recorded, so that what began before is left out.
   void add(RecordedOp::Kind kind, std::int64_t id, at::ScalarType dtype, std::int64_t bytes, bool backward,
            const Timeline::Mark& start, std::int64_t version = -1);
+  // A compiled graph, of the backward or not, begins to run.
+  void call(bool backward);
   // From any thread.
   void release(std::int64_t id, at::ScalarType dtype, std::int64_t bytes);
 

@@ -81,6 +81,23 @@ TEST(Recorder, AReleaseBelongsToThePassOfTheOperationBeforeIt) {
   EXPECT_FALSE(ops[3].backward);
 }
 
+TEST(Recorder, CallsOfCompiledGraphsStandBetweenTheOperationsAroundThem) {
+  Recorder recorder(timeline());
+  recorder.call(false);
+  recorder.start();
+  recorder.call(false);
+  recorder.add(Kind::Gather, 1, at::kFloat, 4, false, recorder.mark(), 0);
+  recorder.call(true);
+  const auto ops = recorder.stop().ops;
+  ASSERT_EQ(ops.size(), 3U);
+  EXPECT_EQ(ops[0].kind, Kind::Call);
+  EXPECT_FALSE(ops[0].backward);
+  EXPECT_LE(ops[0].end, ops[1].start);
+  EXPECT_EQ(ops[2].kind, Kind::Call);
+  EXPECT_TRUE(ops[2].backward);
+  EXPECT_LE(ops[1].end, ops[2].start);
+}
+
 TEST(Recorder, CompiledCodeIsNoticedOnlyWhileRecording) {
   Recorder recorder(timeline());
   recorder.noteCompiled();
