@@ -50,10 +50,10 @@ def _shardings() -> list[Sharding]:
 
 
 def total_norm_over_shards(
-    gradients: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, replicated: torch.Tensor | None = None
+    gradients: list[torch.Tensor], norm_type: float, sharding: Sharding, replicated: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The norm over the shards of all ranks. ``replicated``: the norm of gradients that every rank holds alike."""
-    device = gradients[0].device if gradients else torch.device("cpu")
+    device, group = sharding.runtime.device, sharding.group
     if norm_type == 2.0:
         squares = _C.sum_of_squares(gradients, device)
         _sum_over_ranks(squares, group)
@@ -115,7 +115,7 @@ def _wrap_total_norm() -> None:
         total = inner(rest, norm_type, False, foreach) if rest else None
         with torch.no_grad():
             for sharding, sharded in parts:
-                total = total_norm_over_shards(sharded, float(norm_type), sharding.group, total)
+                total = total_norm_over_shards(sharded, float(norm_type), sharding, total)
         assert total is not None
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(

@@ -48,7 +48,7 @@ class _Flat:
 
     def __init__(self, sharding: Sharding) -> None:
         self._rank, self._world = sharding.rank, sharding.world
-        self._mesh = DeviceMesh.from_group(sharding.group, "cpu")
+        self._mesh = DeviceMesh.from_group(sharding.group, sharding.runtime.device.type)
 
     def of(self, sharded: ShardedParam, shard: torch.Tensor) -> DTensor:
         """The shard's elements without padding, in place; of one that the user has laid out in another way, a copy."""
@@ -210,10 +210,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
         _load_groups(engine, facts["optimizer"]["groups"], path)
     flat = _Flat(sharding)
     metadata = _tensors_in(path)
+    wanted: dict[str, torch.Tensor] = {f"model/{s.name}": s.param for s in sharding.params}
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
-    copied: dict[str, torch.Tensor] = {
-        f"model/{s.name}": s.param for s in sharding.params if not s.param.is_contiguous()
-    }
     tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
     if engine.optimizer is not None:
         for sharded in sharding.params:
@@ -222,16 +220,14 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
             state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
             for key in (key for key in metadata if key.startswith(prefix)):
                 value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
-                state[key.removeprefix(prefix)] = value
+                state[key.removeprefix(prefix)] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
-                if not value.is_contiguous():
-                    copied[key] = value
-            state.update(facts["optimizer"]["states"].get(sharded.name, {}))
+            state.update(_placed(engine, sharded, facts["optimizer"]["states"].get(sharded.name, {})))
     sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
-        for tensor, laid_out in copied.items():
-            laid_out.copy_(tensors[tensor].to_local().view(laid_out.shape))
+        for key, tensor in wanted.items():
+            _fill(tensor.detach(), tensors[key].to_local())
         for sharded in sharding.params:
             sharded.param.add_(0)  # a new version: what was gathered is out of date
     sharding.runtime.clear_all_gathered_params()
@@ -245,8 +241,29 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     return str(path), facts["client"]
 
 
+def _fill(tensor: torch.Tensor, loaded: torch.Tensor) -> None:
+    """What was loaded, without padding, is in place but where the tensor is laid out in another way."""
+    if not tensor.is_contiguous():
+        tensor.copy_(loaded.view(tensor.shape))
+    elif loaded.data_ptr() != tensor.data_ptr():
+        tensor.view(-1)[: loaded.numel()].copy_(loaded)
+
+
+def _placed(engine: Engine, sharded: ShardedParam, states: Mapping[str, Any]) -> dict[str, Any]:
+    """States that are numbers, where the optimizer has them: counts of steps on the device only if it counts there."""
+    assert engine.optimizer is not None
+    groups = (g for g in engine.optimizer.param_groups if any(param is sharded.param for param in g["params"]))
+    counts_there = any(group.get("fused") or group.get("capturable") for group in groups)
+    return {
+        slot: value.to(sharded.param.device) if isinstance(value, torch.Tensor) and there else value
+        for slot, value in states.items()
+        for there in (slot != "step" or counts_there,)
+    }
+
+
 def _read_facts(path: pathlib.Path) -> dict[str, Any]:
-    facts: dict[str, Any] = torch.load(path / _FACTS, weights_only=False)
+    # Tensors in it are small, and saved from the device of rank 0.
+    facts: dict[str, Any] = torch.load(path / _FACTS, weights_only=False, map_location="cpu")
     if facts.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is of format {facts.get('format')}; this version reads format {_FORMAT}")
     return facts

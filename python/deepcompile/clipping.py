@@ -34,7 +34,7 @@ class Clipping:
         loss. ``must_know``: the caller needs the answer now; else it may be True too early, and :meth:`heard` tells.
         """
         gradients = [grad for s in self._sharding.params if (grad := s.param.grad) is not None]
-        norm = total_norm_over_shards(gradients, 2.0, self._sharding.group)
+        norm = total_norm_over_shards(gradients, 2.0, self._sharding)
         if self._skipped is not None and not must_know and getattr(optimizer, "_step_supports_amp_scaling", False):
             self._leave_it_to(optimizer, norm, scale)
             return True

@@ -28,6 +28,8 @@ _log = logging.getLogger("deepcompile")
 
 #: A divergence of the same kind becomes an order of its own when it has come this often.
 SAME_KIND = 3
+#: Iterations that are recorded in the hope that a kind comes once more. On a device each waits for it, twice.
+MOST_AWAITED = 64
 #: Orders that are kept beside each other. Each costs memory for its plan, not for parameters.
 MOST_VARIANTS = 16
 #: Kinds of divergences that are said; later ones are only counted.
@@ -67,6 +69,8 @@ class CompiledGraph:
         )
         self._flushes: list[bool] | None = None  # known when the first backward has shown the order of gradients
         self._kinds: Counter[str] = Counter()  # divergences by what was read
+        self._awaited: Counter[str] = Counter()  # for each kind, iterations that were recorded since it came
+        self._refused: set[str] = set()  # kinds for which there is no plan
         self._said: set[str] = set()
         self._trace_to: str | None = None
         self._records = False
@@ -149,18 +153,29 @@ class CompiledGraph:
 
     def after_iteration(self) -> None:
         """Looks at what differed; every rank calls it at the same point."""
+        divergences = [
+            (
+                difference,
+                reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads),
+            )
+            for difference, reads in self._follower.take_divergences()
+        ]
         ops = None
         if self._records:
             self._records = False
-            ops = recording.stop(self._sharding, self._began)
+            self._awaited.update(key for key in self._kinds if self._awaits(key))
+            if any(self._kinds[key] + 1 >= SAME_KIND for _, key in divergences):
+                ops = recording.stop(self._sharding, self._began)
+            else:
+                recording.drop(self._sharding)
         elif self._trace_to is not None:
             self._sharding.runtime.record_timeline(False)
             events = trace_events(self._sharding, self._sharding.runtime.take_timeline())
             write_trace(self._trace_to, events)
             self._trace_to = None
-        for difference, reads in self._follower.take_divergences():
-            key = reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads)
+        for difference, key in divergences:
             self._kinds[key] += 1
+            self._awaited.pop(key, None)
             self._say(key, difference)
             if ops is not None and self._kinds[key] >= SAME_KIND:
                 self.add_variant(key, ops)
@@ -178,9 +193,12 @@ class CompiledGraph:
             )
 
     def _wants_variant(self) -> bool:
-        return len(self._variants) < MOST_VARIANTS and any(
-            count >= SAME_KIND - 1 for key, count in self._kinds.items() if not self._has(key)
-        )
+        return len(self._variants) < MOST_VARIANTS and any(map(self._awaits, self._kinds))
+
+    def _awaits(self, key: str) -> bool:
+        """Whether the next of its kind is to be recorded, and so all until it comes."""
+        often = self._kinds[key] >= SAME_KIND - 1 and self._awaited[key] < MOST_AWAITED
+        return often and key not in self._refused and not self._has(key)
 
     def _has(self, key: str) -> bool:
         return any(variant.cycle.key == key for variant in self._variants)
@@ -194,6 +212,7 @@ class CompiledGraph:
         variant = plan_cycles(self._sharding, cycles, ops, self._options, f"order-{len(self._variants)}")
         self._agreement.require_same(variant.outcome, "planned another order of reads")
         if variant.step.plan is None:
+            self._refused.add(key)
             return
         self._variants.append(variant)
         self._follower.add_variant(schedule(variant.cycle, variant.step, self._keys))

@@ -80,10 +80,10 @@ def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[
 
 
 def make_shards(
-    model: nn.Module, init_fn: InitFunction | None, group: dist.ProcessGroup
+    model: nn.Module, init_fn: InitFunction | None, group: dist.ProcessGroup, device: torch.device
 ) -> dict[nn.Parameter, torch.Tensor]:
     """This rank's part of every parameter without data. All ranks draw the same random numbers, those of rank 0's seed, so
-    nothing is sent.
+    nothing is sent. What they draw later, also on ``device``, is as if nothing had been drawn here.
     """
     seeds: list[int] = [0] * group.size()
     dist.all_gather_object(seeds, torch.initial_seed(), group=group)
@@ -93,9 +93,9 @@ def make_shards(
         buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         if not missing and not buffers:
             continue
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed((seeds[0] + index) % (1 << 63))
-            parts.update(_make_module(path, module, missing, buffers, init_fn, group))
+            parts.update(_make_module(path, module, missing, buffers, init_fn, group, device))
     return parts
 
 
@@ -106,6 +106,7 @@ def _make_module(
     buffers: dict[str, torch.Tensor],
     init_fn: InitFunction | None,
     group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[nn.Parameter, torch.Tensor]:
     from deepcompile.sharding import slice_of
 
@@ -113,7 +114,7 @@ def _make_module(
     whole = {key: nn.Parameter(_unset(p), requires_grad=p.requires_grad) for key, p in missing.items()}
     saved = dict(module._parameters)
     module._parameters.update(whole)
-    filled = {key: torch.zeros_like(b, device=torch.get_default_device()) for key, b in buffers.items()}
+    filled = {key: torch.zeros_like(b, device=device) for key, b in buffers.items()}
     module._buffers.update(filled)
     writes = _Writes()
     for tensor in (*whole.values(), *filled.values()):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepcompile.config import Config
-from deepcompile.full import full_state_dict
+from deepcompile.full import state_dict_of_wholes
 from deepcompile.safetensors import save_safetensors
 
 if TYPE_CHECKING:
@@ -144,11 +144,15 @@ class EngineSurface:
         where the name ends otherwise. Every rank calls it; rank 0 writes. Returns the path.
         """
         path = pathlib.Path(folder) / filename
-        state = full_state_dict(self.module)
-        if self.sharding.rank == 0:
-            dtype = self.config.compute_dtype
-            if dtype is not None:
-                state = {name: v.to(dtype) if v.is_floating_point() else v for name, v in state.items()}
+        writes = self.sharding.rank == 0
+
+        def in_the_file(value: torch.Tensor) -> torch.Tensor:
+            dtype = self.config.compute_dtype if value.is_floating_point() else None
+            return value.to("cpu", dtype or value.dtype)
+
+        state = state_dict_of_wholes(self.module, lambda whole: in_the_file(whole) if writes else whole.new_empty(0))
+        if writes:
+            state = {name: in_the_file(value) for name, value in state.items()}  # buffers as well
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".safetensors":
                 save_safetensors(state, path)

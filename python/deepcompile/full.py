@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the unsharded model, whole on every rank, in the dtypes that the model had before it was sharded.
     Every rank calls it.
     """
+    return state_dict_of_wholes(model, lambda whole: whole)
+
+
+def state_dict_of_wholes(model: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each whole parameter what ``kept`` makes of it, so that no rank, or no device, has to hold all of them."""
     sharding = sharding_of(model)
     by_parameter = sharding.by_parameter()
     wholes: dict[int, torch.Tensor] = {}
@@ -114,9 +119,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             result[name] = value.detach() if isinstance(value, torch.Tensor) else value
             continue
         if sharded.id not in wholes:
-            wholes[sharded.id] = sharding.gather(sharded).to(sharded.original_dtype)
+            wholes[sharded.id] = kept(sharding.gather(sharded).to(sharded.original_dtype))
         result[name] = wholes[sharded.id]
     return result
 
 
-__all__ = ["full_params", "full_state_dict"]
+__all__ = ["full_params", "full_state_dict", "state_dict_of_wholes"]

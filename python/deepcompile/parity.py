@@ -16,7 +16,7 @@ from deepcompile import _channels
 from deepcompile.config import Config, load_config
 from deepcompile.full import full_state_dict
 from deepcompile.initialization import initialize
-from deepcompile.sharding import slice_of
+from deepcompile.sharding import broadcast, slice_of
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -55,6 +55,16 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.to(expected.dtype) - expected).abs().max() / scale).item())
 
 
+def _on_host(batch: Any) -> tuple[Any, Any]:
+    """For another rank, whose device is not this one's: the batch, and which of its tensors were on a device."""
+    moved = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
+    return moved, pytree.tree_map(lambda leaf: isinstance(leaf, torch.Tensor) and not leaf.is_cpu, batch)
+
+
+def _where_it_was(batch: Any, on_device: Any, here: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf, moves: leaf.to(here) if moves else leaf, batch, on_device)
+
+
 def check_parity(
     model_fn: Callable[[], nn.Module],
     batch: Any,
@@ -79,13 +89,15 @@ def check_parity(
         raise TypeError(f"check_parity: model_fn returned a {type(model).__name__}, not a torch.nn.Module")
     whole = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
     for tensor in whole:
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+        broadcast(tensor, group)
     reference = model_fn()
     with torch.no_grad():
         for tensor, value in zip((*reference.parameters(), *reference.buffers()), whole, strict=True):
             tensor.copy_(value)
     batches: list[Any] = [None] * world
-    dist.all_gather_object(batches, batch, group=group)
+    dist.all_gather_object(batches, _on_host(batch), group=group)
+    here = whole[0].device if whole else torch.device("cpu")
+    batches = [_where_it_was(one, on_device, here) for one, on_device in batches]
 
     engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1e-2), checked, process_group=group)
     optimizer = torch.optim.SGD(reference.parameters(), lr=1e-2)

@@ -74,6 +74,12 @@ def start(sharding: Sharding, *, compiled: bool = False) -> int:
     return time.monotonic_ns()
 
 
+def drop(sharding: Sharding) -> None:
+    """Ends a recording that nobody wants. A device is not waited for."""
+    sharding.calls = None
+    _C.drop_recording(sharding.graph_id)
+
+
 def stop(sharding: Sharding, began: int) -> RecordedOps:
     """Everything since :func:`start`, which said ``began``. On a device it waits for what was launched."""
     compiled = _C.recorded_compiled(sharding.graph_id)

@@ -83,10 +83,11 @@ def explain(engine: Engine) -> Explanation:
     if times.seconds:
         measured = f"{_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
-        waited = f"{_seconds(statistics.median(times.waited))} a step"
-        if sharding.collectives_stop_compute:
-            waited += ", all of them: they run on the caller's thread"
-        rows.append(("exposed collectives", waited))
+        if sharding.runtime.device.type == "cpu":  # elsewhere it is the device that waits, and not the program
+            waited = f"{_seconds(statistics.median(times.waited))} a step"
+            if sharding.collectives_stop_compute:
+                waited += ", all of them: they run on the caller's thread"
+            rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
     rows.append(("bytes sent so far", _bytes(sum(stats["bytes_sent"].values()))))

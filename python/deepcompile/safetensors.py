@@ -46,7 +46,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLik
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for tensor in tensors.values():
-            flat = tensor.detach().contiguous().reshape(-1)
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         file.flush()
         os.fsync(file.fileno())

@@ -82,7 +82,7 @@ class Sharding:
                 "registered_memory": config.registered_memory,
             },
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
-            device=_device_of(model),
+            device=_device_of(model, group),
         )
         #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
@@ -212,16 +212,20 @@ class Sharding:
         self.runtime.cleanup()
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model lives, or is going to be made."""
-    devices = {param.device for param in model.parameters()}
-    there = sorted(devices - {torch.device("meta")}, key=str)
+def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
+    """Where the model lives, or is going to be made: where its buffers are, or where the group's tensors would be."""
+    parameters, buffers = (
+        sorted({tensor.device for tensor in tensors} - {torch.device("meta")}, key=str)
+        for tensors in (model.parameters(), model.buffers())
+    )
+    there = parameters or buffers
     if len(there) > 1:
+        kind = "parameters" if parameters else "buffers"
         raise ValueError(
-            f"the parameters of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device "
+            f"the {kind} of {type(model).__name__} are on {there[0]} and {there[1]}; move the model to one device "
             "before it is sharded: each rank trains on one"
         )
-    return there[0] if there else torch.get_default_device()
+    return there[0] if there else _channels.default_device(group)
 
 
 def _bucket_size(model: nn.Module) -> int:
@@ -298,7 +302,8 @@ def shard(
         _check_hooks(found)
     sharding = Sharding(model, checked, group, agree_on_model(entries, group))
     without_data = [*(sharded.param for sharded in found), *model.buffers()]
-    made = make_shards(model, init_fn, group) if any(tensor.is_meta for tensor in without_data) else {}
+    device = sharding.runtime.device
+    made = make_shards(model, init_fn, group, device) if any(tensor.is_meta for tensor in without_data) else {}
     for sharded in found:
         if sharded.param.is_meta:
             sharding.params.append(_put_shard(sharded, made.pop(sharded.param), sharding))
@@ -307,7 +312,7 @@ def shard(
             sharding.params.append(sharded)
     for buffer in model.buffers():
         if buffer.numel() > 0:
-            _broadcast(buffer, group)
+            broadcast(buffer, group)
     if not sharding.whole:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
@@ -437,7 +442,7 @@ def _kept(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch
     """
     dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
     if sharding.whole:
-        return own.to(dtype).view(sharded.full_shape)
+        return own.to(sharding.runtime.device, dtype).view(sharded.full_shape)
     return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
 
@@ -456,7 +461,8 @@ def _scatter(own: torch.Tensor, parts: list[torch.Tensor] | None, group: dist.Pr
     own.copy_(received)
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """From rank 0; through the host where the group does not reach the device."""
     source = dist.get_global_rank(group, 0)
     if _reaches(group, tensor.device):
         dist.broadcast(tensor, source, group=group)
@@ -498,6 +504,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
 __all__ = [
     "ShardedParam",
     "Sharding",
+    "broadcast",
     "is_sharded",
     "open_shardings",
     "shard",

@@ -147,7 +147,10 @@ void bindReplay(py::module_& module) {
         }
         return list;
       });
-  module.def("start_recording", [](std::int64_t graph_id) { recorderOf(graph_id).start(); }, py::arg("graph_id"));
+  using NoGil = py::call_guard<py::gil_scoped_release>;  // they wait for a device
+  module.def(
+      "start_recording", [](std::int64_t graph_id) { recorderOf(graph_id).start(); }, py::arg("graph_id"), NoGil());
+  module.def("drop_recording", [](std::int64_t graph_id) { recorderOf(graph_id).drop(); }, py::arg("graph_id"));
   module.def("stop_recording", &stopRecording, py::arg("graph_id"),
              "(kind, id, dtype, bytes, backward, iteration, micro, start, end) of each operation.");
   module.def(

@@ -203,13 +203,19 @@ void bindRuntime(py::module_& module) {
       .def("sum_over_ranks", &Runtime::sumOverRanks, py::arg("tensor"), NoGil())
       .def("close", &Runtime::close, NoGil())
       .def(
-          "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"))
+          "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"),
+          NoGil())
       .def(
           "take_timeline",
           [](Runtime& runtime) {
             static constexpr const char* kNames[] = {"take", "grad", "gather", "reduce"};
+            std::vector<Timeline::Span> taken;
+            {
+              const py::gil_scoped_release no_gil;  // a device is waited for
+              taken = runtime.context().timeline->take();
+            }
             py::list spans;
-            for (const Timeline::Span& span : runtime.context().timeline->take()) {
+            for (const Timeline::Span& span : taken) {
               spans.append(
                   py::make_tuple(kNames[static_cast<int>(span.kind)], span.id, span.bytes, span.start, span.end));
             }

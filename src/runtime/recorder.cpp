@@ -37,6 +37,14 @@ Recording Recorder::stop() {
   return recording;
 }
 
+void Recorder::drop() {
+  recording_.store(false, std::memory_order_relaxed);
+  timeline_->record(false);
+  timeline_->clear();
+  const std::lock_guard lock(mutex_);
+  ops_.clear();
+}
+
 void Recorder::append(RecordedOp op, Timeline::Mark start, Timeline::Mark end) {
   if (ops_.size() < kMost) {
     op.iteration = iteration_;

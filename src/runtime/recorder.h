@@ -55,6 +55,8 @@ class Recorder {
   void start();
   // Stops and hands over what was recorded, with times in nanoseconds. On a device it waits for what was launched.
   Recording stop();
+  // Stops and forgets what was recorded, spans of the timeline included. Waits for nothing.
+  void drop();
   // True when compiled code communicated since start(): its collectives are placed by a plan already.
   bool sawCompiled() const { return compiled_.load(std::memory_order_relaxed); }
   void noteCompiled() {

@@ -72,6 +72,11 @@ std::int64_t Timeline::timeOf(const Mark& mark) const {
   return base_.host + mark.device->nanosecondsSince(*base_.device);
 }
 
+void Timeline::clear() {
+  const std::lock_guard lock(mutex_);
+  pending_.clear();
+}
+
 std::vector<Timeline::Span> Timeline::take() {
   std::vector<Pending> pending;
   {

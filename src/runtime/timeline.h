@@ -51,6 +51,8 @@ class Timeline {
 
   // On a device, waits until it has passed the last of them.
   std::vector<Span> take();
+  // Forgets all spans.
+  void clear();
 
   // Nanoseconds of the steady clock. On a device, waits until it has passed the moment.
   std::int64_t timeOf(const Mark& mark) const;

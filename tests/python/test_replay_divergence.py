@@ -98,6 +98,42 @@ def test_an_order_that_comes_again_is_recorded_and_both_are_kept() -> None:
     assert " 3 left every order" in found["followed"]
 
 
+def counts_recordings(rank: int, world: int) -> None:
+    from deepcompile import compiled_graph, recording
+
+    started: list[int] = []
+    start = recording.start
+    recording.start = lambda *args, **more: started.append(1) or start(*args, **more)
+    run = DynamicRun("dynamic")
+    model = run.make()
+    deepcompile.shard(model, {"timeout": 20})
+    optimizer = run.optimizer(model.parameters())
+
+    def iterations(*depths: int) -> int:
+        """How many of them were recorded."""
+        before = len(started)
+        for depth in depths:
+            x, what, _ = run.batch(rank, 0, 0)
+            with graph.execute() if graph is not None else deepcompile.record():
+                model((x, what, depth)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return len(started) - before
+
+    graph = None
+    assert iterations(4) == 1
+    graph = deepcompile.compile()
+    assert iterations(4, 2, 4, 2, 4) == 1  # twice is often enough to wait for the third
+    assert iterations(*[4] * compiled_graph.MOST_AWAITED) == compiled_graph.MOST_AWAITED - 1
+    assert iterations(4, 4, 2) == 0 and graph.variants == 1  # it came late, and is waited for again
+    assert iterations(4, 2) == 2 and graph.variants == 2
+    assert iterations(4, 2, 4) == 0 and graph.divergences == 4
+
+
+def test_an_order_that_does_not_come_again_is_not_recorded_for_ever() -> None:
+    run_ranks(2, counts_recordings)
+
+
 def test_layers_dropped_at_random_and_additional_calls_train_as_unsharded() -> None:
     generator = random.Random(3)
     choices = [("depth", 4)] + [("drop", generator.randrange(16)) for _ in range(9)] + [("again", 1), ("again", 3)]

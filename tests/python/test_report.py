@@ -38,10 +38,12 @@ def explains(rank: int, world: int, path: str) -> None:
     rows = dict(engine.explain().rows)
     assert rows["sharding"] == f"ZeRO-3 over 2 ranks; this is rank {rank}"
     assert "from measured times" in rows["plan"]
-    for key in ("predicted step", "measured step", "exposed collectives", "predicted peak", "kept to the backward"):
+    for key in ("predicted step", "measured step", "predicted peak", "kept to the backward"):
         assert rows[key]
-    assert ("caller's thread" in rows["exposed collectives"]) == engine.sharding.collectives_stop_compute
-    assert DEVICE != "cpu" or all(waited > 0 for waited in engine.times.waited)
+    assert ("exposed collectives" in rows) == (DEVICE == "cpu")  # elsewhere it is the device that waits
+    if DEVICE == "cpu":
+        assert ("caller's thread" in rows["exposed collectives"]) == engine.sharding.collectives_stop_compute
+        assert all(waited > 0 for waited in engine.times.waited)
     assert "decisions, the most exposed first" in str(engine.explain())
     said = [line for line in records if line.startswith("deepcompile: ZeRO-3 on 2 ranks, plan '")]
     assert len(said) == (1 if rank == 0 else 0)

@@ -98,6 +98,20 @@ TEST(Recorder, CallsOfCompiledGraphsStandBetweenTheOperationsAroundThem) {
   EXPECT_LE(ops[1].end, ops[2].start);
 }
 
+TEST(Recorder, WhatIsDroppedIsForgottenWithItsSpans) {
+  const auto moments = timeline();
+  Recorder recorder(moments);
+  recorder.start();
+  recorder.add(Kind::Gather, 1, at::kFloat, 4, false, recorder.mark(), 0);
+  moments->add(Timeline::Kind::Gather, 1, 4, moments->mark());
+  recorder.drop();
+  EXPECT_FALSE(recorder.recording());
+  EXPECT_FALSE(moments->recording());
+  EXPECT_TRUE(moments->take().empty());
+  recorder.start();
+  EXPECT_TRUE(recorder.stop().ops.empty());
+}
+
 TEST(Recorder, CompiledCodeIsNoticedOnlyWhileRecording) {
   Recorder recorder(timeline());
   recorder.noteCompiled();
