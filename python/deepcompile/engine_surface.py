@@ -151,14 +151,19 @@ class EngineSurface:
             return value.to("cpu", dtype or value.dtype)
 
         state = state_dict_of_wholes(self.module, lambda whole: in_the_file(whole) if writes else whole.new_empty(0))
+        failure: list[Exception | None] = [None]
         if writes:
-            state = {name: in_the_file(value) for name, value in state.items()}  # buffers as well
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".safetensors":
-                save_safetensors(state, path)
-            else:
-                torch.save(state, path)
-        dist.barrier(group=self.sharding.group)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                (save_safetensors if path.suffix == ".safetensors" else torch.save)(
+                    {name: in_the_file(value) for name, value in state.items()},  # buffers as well
+                    path,
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                failure = [error]
+        dist.broadcast_object_list(failure, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)
+        if failure[0] is not None:
+            raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {failure[0]}") from failure[0]
         return str(path)
 
 

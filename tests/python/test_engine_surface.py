@@ -77,6 +77,8 @@ def surface(rank: int, world: int, folder: str) -> None:
     assert set(saved) == set(whole) and saved["norm.weight"].dtype == torch.bfloat16
     assert torch.equal(saved["norm.weight"].float(), whole["norm.weight"].bfloat16().float())
     assert "norm.weight" in torch.load(engine.save_16bit_model(f"{folder}/whole", "model.bin"))
+    with pytest.raises(RuntimeError, match="save_16bit_model: rank 0 could not write .*model.bin/a.safetensors"):
+        engine.save_16bit_model(f"{folder}/whole/model.bin", "a.safetensors")  # on all ranks
     engine.load_state_dict({name: torch.zeros_like(value) for name, value in whole.items()})
     assert all(not value.any() for value in deepcompile.full_state_dict(engine.module).values())
     assert dict(engine.named_parameters()).keys() == dict(model.named_parameters()).keys()
