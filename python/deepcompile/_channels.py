@@ -57,11 +57,10 @@ class Channels(NamedTuple):
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
     """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if
-    the group can reach GPUs.
+    the group has NCCL for it. (Gloo reaches GPUs, too, and is what CPU tensors have.)
     """
-    if torch.get_default_device().type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.is_available() and any(device.type == "cuda" for device in group._device_types):
+    by_default = torch.get_default_device().type == "cuda"
+    if by_default or (torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

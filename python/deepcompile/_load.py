@@ -23,7 +23,7 @@ if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
         "and deepcompile cannot share a process."
     )
 
-from deepcompile import _C, _direct_calls  # noqa: E402
+from deepcompile import _C, _direct_calls, _fakes  # noqa: E402, F401
 
 _direct_calls.install()
 

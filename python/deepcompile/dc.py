@@ -26,7 +26,7 @@ _open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 class Runtime:
     """One runtime per process group. ``config`` is a dict or an object with the attributes of
     :class:`deepcompile.runtime_config.RuntimeConfig`; ``initial_reduce_bucket_size`` counts elements. Parameters live on
-    ``device``: unless given, the current GPU where the group can reach GPUs, else the CPU.
+    ``device``: unless given, the current GPU where the group has NCCL or PyTorch makes tensors there, else the CPU.
 
     Making one is a collective: every rank of ``process_group`` does it.
     """

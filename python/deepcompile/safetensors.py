@@ -72,7 +72,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{os.fspath(path)}: tensor '{name}' ({entry['dtype']} {entry['shape']}) is damaged or unknown"
             )
-        whole = torch.empty(entry["shape"], dtype=dtype)
+        whole = torch.empty(entry["shape"], dtype=dtype, device="cpu")
         if end > begin:
             whole = torch.frombuffer(data[begin:end], dtype=dtype).reshape(entry["shape"])
         found[name] = whole

@@ -147,6 +147,8 @@ void bindReplay(py::module_& module) {
         }
         return list;
       });
+  module.def(
+      "graph_device", [](std::int64_t graph_id) { return graphOf(graph_id)->runtime->device(); }, py::arg("graph_id"));
   using NoGil = py::call_guard<py::gil_scoped_release>;  // they wait for a device
   module.def(
       "start_recording", [](std::int64_t graph_id) { recorderOf(graph_id).start(); }, py::arg("graph_id"), NoGil());

@@ -30,6 +30,8 @@ STREAMS = ["inline", "worker"] if DEVICE == "cpu" else ["auto"]
 
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+#: The multi-process service is for the ranks: one that dies ends all that share it, and the tests are to go on.
+_SERVICE = {name: os.environ.pop(name) for name in ("CUDA_MPS_PIPE_DIRECTORY",) if name in os.environ}
 _context = multiprocessing.get_context("forkserver")
 # A server that has looked for a GPU, as parts of the compiler do when they are loaded, cannot fork processes that use one.
 _context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"] if DEVICE == "cpu" else ["torch"])
@@ -112,7 +114,15 @@ def run_ranks(
             receive, send = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(rank, world, os.path.join(folder, "store"), send, environment or {}, function, arguments),
+                args=(
+                    rank,
+                    world,
+                    os.path.join(folder, "store"),
+                    send,
+                    _SERVICE | (environment or {}),
+                    function,
+                    arguments,
+                ),
                 daemon=True,
             )
             process.start()

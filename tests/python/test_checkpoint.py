@@ -226,7 +226,12 @@ def kill_while_saving(tmp_path, times: int) -> None:
         code = SAVES_FOR_EVER.format(
             tests=os.path.dirname(__file__), store=str(tmp_path / f"store{attempt}"), folder=folder
         )
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
         done = 0
         for line in process.stdout:
             done = int(line)

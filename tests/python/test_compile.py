@@ -11,11 +11,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from deepcompile import dc
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from z3_fixture import GRAPH, gather, release, start, whole_parameter
 
 ops = torch.ops.dc
 BACKENDS = ("aot_eager", "inductor")
+
+
+KINDS = ("test_schema", "test_autograd_registration", "test_faketensor")
+#: On a device test_aot_dispatch would read what is still being copied.
+KINDS_OF_MOVES = (*KINDS, "test_aot_dispatch_dynamic") if DEVICE == "cpu" else KINDS
 
 
 def passes_opcheck(rank: int, world: int) -> None:
@@ -32,10 +37,10 @@ def passes_opcheck(rank: int, world: int) -> None:
     check(ops.release_param_traced.default, (torch.randn(3), GRAPH, 1, 1))
     check(ops.reduce_grad.default, (torch.randn(5, 3), GRAPH, 0))
     check(ops.free_tensors.default, ([torch.randn(3), torch.randn(2, 2)],))
-    check(ops.offload_tensor.default, (torch.randn(4, 3), GRAPH, 7))
+    check(ops.offload_tensor.default, (torch.randn(4, 3), GRAPH, 7), test_utils=KINDS_OF_MOVES)
     host = ops.offload_tensor(torch.randn(4, 3), GRAPH, 8)
     check(ops.wait_offload.default, (host, GRAPH, 8))
-    check(ops.reload_tensor.default, (host, GRAPH, 8))
+    check(ops.reload_tensor.default, (host, GRAPH, 8), test_utils=KINDS_OF_MOVES)
     back = ops.reload_tensor(host, GRAPH, 8)
     check(ops.wait_reload.default, (back, GRAPH, 8))
     check(ops.offload_parameter.default, (torch.empty(0), GRAPH, 2))
@@ -52,13 +57,12 @@ def differentiable_operators_pass_opcheck(rank: int, world: int) -> None:
     shards, _ = start(rank, world, config={"sync_after_allgather": True}, requires_grad=True)
     check = torch.library.opcheck
     # Not test_aot_dispatch: it compares returned gradients, and a gather's gradient is reduced instead (contract).
-    kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
-    check(ops.allgather_param.default, (shards[0], GRAPH, 0), test_utils=kinds)
+    check(ops.allgather_param.default, (shards[0], GRAPH, 0), test_utils=KINDS)
     x = torch.randn(4, requires_grad=True)
     host = ops.offload_tensor(x, GRAPH, 1)
-    check(ops.offload_tensor.default, (x, GRAPH, 1))
-    check(ops.reload_tensor.default, (host, GRAPH, 1))
-    check(ops.release_param.default, (x, GRAPH, 0, 1), test_utils=kinds)
+    check(ops.offload_tensor.default, (x, GRAPH, 1), test_utils=KINDS_OF_MOVES)
+    check(ops.reload_tensor.default, (host, GRAPH, 1), test_utils=KINDS_OF_MOVES)
+    check(ops.release_param.default, (x, GRAPH, 0, 1), test_utils=KINDS)
 
 
 def test_operators_of_a_forward_are_registered_with_autograd() -> None:

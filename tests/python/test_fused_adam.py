@@ -241,6 +241,7 @@ def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monke
 
 
 def one_rank(rank: int, world: int, compiled: bool) -> None:
+    torch._inductor.config.deterministic = True  # on a device kernels are picked by measuring them
     torch.manual_seed(0)
     model = Llama()
     plain = copy.deepcopy(model)
@@ -288,6 +289,7 @@ class Scaled(torch.nn.Module):
 
 
 def saves_and_loads(rank: int, world: int, folder: str) -> list[float]:
+    torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     model = Scaled()
     engine = deepcompile.initialize(
@@ -318,4 +320,4 @@ def test_one_rank_saves_parameters_of_any_layout_and_no_dimensions(tmp_path: pat
     [losses] = run_ranks(1, saves_and_loads, str(tmp_path))
     assert losses[4] == pytest.approx(losses[2], rel=1e-6)
     two, _ = run_ranks(2, saves_and_loads, str(tmp_path))
-    assert two[0] == pytest.approx(losses[5], rel=1e-6) and losses[5] != pytest.approx(losses[0], rel=1e-3)
+    assert two[0] == pytest.approx(losses[5], rel=1e-5) and losses[5] != pytest.approx(losses[0], rel=1e-3)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepcompile import dc
-from harness import only_on_cpu, run_ranks
+from harness import DEVICE, only_on_cpu, run_ranks
 from z3_fixture import shard_of, start, whole_parameter
 
 ops = torch.ops.dc
@@ -152,6 +152,7 @@ def test_init_and_cleanup_fifty_times_leaves_nothing_behind(stream: str) -> None
 EXIT_SCRIPT = """
 import torch, torch.distributed as dist
 from deepcompile import dc
+torch.set_default_device(DEVICE)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dc.init(None, {}, 100)
 other = dc.Runtime(None, {}, 100)
@@ -166,7 +167,7 @@ print("end")
 
 def test_a_process_that_cleans_up_nothing_exits_quietly() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXIT_SCRIPT],
+        [sys.executable, "-c", EXIT_SCRIPT.replace("DEVICE", repr(DEVICE))],
         capture_output=True,
         text=True,
         timeout=200,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import only_on_cpu, run_ranks
+from harness import only_on_cpu, run_ranks, where_ranks_run
 from models import seeded
 
 pytestmark = only_on_cpu("reads shards where other processes have them")
@@ -60,6 +60,7 @@ def train(engine: deepcompile.Engine, rank: int, steps: range) -> list[float]:
     return losses
 
 
+@where_ranks_run
 def unsharded(world: int, steps: int, accumulation: int, bias: bool = True) -> list[list[float]]:
     model = Model(bias)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -101,6 +101,7 @@ def alone(rank: int, world: int) -> None:
         engine.step()
 
 
+@pytest.mark.alone
 def test_a_rank_that_trains_other_parameters_alone_is_an_error_and_no_hang() -> None:
     with pytest.raises(RankFailed, match="rank 1 raised"):
         run_ranks(2, alone, timeout=90)
