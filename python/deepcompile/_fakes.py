@@ -10,15 +10,21 @@ import torch
 from deepcompile import _C
 
 
-@torch.library.register_fake("dc::offload_tensor")
-def _(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
+def install() -> None:
+    torch.library.register_fake("dc::offload_tensor", _offloaded)
+    torch.library.register_fake("dc::reload_tensor", _reloaded)
+
+
+def _offloaded(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
     return _like(a, torch.device("cpu"))
 
 
-@torch.library.register_fake("dc::reload_tensor")
-def _(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
+def _reloaded(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
     return _like(a, _C.graph_device(graph_id))
 
 
 def _like(a: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(a, device=a.device if a.is_meta else device, requires_grad=False)
+
+
+__all__ = ["install"]

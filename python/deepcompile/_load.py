@@ -23,8 +23,9 @@ if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
         "and deepcompile cannot share a process."
     )
 
-from deepcompile import _C, _direct_calls, _fakes  # noqa: E402, F401
+from deepcompile import _C, _direct_calls, _fakes  # noqa: E402
 
 _direct_calls.install()
+_fakes.install()
 
 __all__ = ["_C"]
