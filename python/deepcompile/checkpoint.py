@@ -214,6 +214,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
     tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
     if engine.optimizer is not None:
+        groups = (g for g in engine.optimizer.param_groups if g.get("fused") or g.get("capturable"))
+        counted_there = {param for group in groups for param in group["params"]}
         for sharded in sharding.params:
             prefix = f"optimizer/{sharded.name}/"
             engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
@@ -222,7 +224,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
                 value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
                 state[key.removeprefix(prefix)] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
-            state.update(_placed(engine, sharded, facts["optimizer"]["states"].get(sharded.name, {})))
+            numbers = facts["optimizer"]["states"].get(sharded.name, {})
+            state.update(_placed(numbers, sharded.param.device, sharded.param in counted_there))
     sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
@@ -249,16 +252,13 @@ def _fill(tensor: torch.Tensor, loaded: torch.Tensor) -> None:
         tensor.view(-1)[: loaded.numel()].copy_(loaded)
 
 
-def _placed(engine: Engine, sharded: ShardedParam, states: Mapping[str, Any]) -> dict[str, Any]:
+def _placed(states: Mapping[str, Any], device: torch.device, counts_there: bool) -> dict[str, Any]:
     """States that are numbers, where the optimizer has them: counts of steps on the device only if it counts there."""
-    assert engine.optimizer is not None
-    groups = (g for g in engine.optimizer.param_groups if any(param is sharded.param for param in g["params"]))
-    counts_there = any(group.get("fused") or group.get("capturable") for group in groups)
-    return {
-        slot: value.to(sharded.param.device) if isinstance(value, torch.Tensor) and there else value
-        for slot, value in states.items()
-        for there in (slot != "step" or counts_there,)
-    }
+
+    def moves(slot: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and (slot != "step" or counts_there)
+
+    return {slot: value.to(device) if moves(slot, value) else value for slot, value in states.items()}
 
 
 def _read_facts(path: pathlib.Path) -> dict[str, Any]:

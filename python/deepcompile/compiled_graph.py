@@ -28,7 +28,7 @@ _log = logging.getLogger("deepcompile")
 
 #: A divergence of the same kind becomes an order of its own when it has come this often.
 SAME_KIND = 3
-#: Iterations that are recorded in the hope that a kind comes once more. On a device each waits for it, twice.
+#: Iterations that are recorded in the hope that a kind comes once more. On a device each waits for the one before it.
 MOST_AWAITED = 64
 #: Orders that are kept beside each other. Each costs memory for its plan, not for parameters.
 MOST_VARIANTS = 16

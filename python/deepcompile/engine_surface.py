@@ -151,7 +151,7 @@ class EngineSurface:
             return value.to("cpu", dtype or value.dtype)
 
         state = state_dict_of_wholes(self.module, lambda whole: in_the_file(whole) if writes else whole.new_empty(0))
-        failure: list[Exception | None] = [None]
+        failure: Exception | None = None
         if writes:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,11 +159,12 @@ class EngineSurface:
                     {name: in_the_file(value) for name, value in state.items()},  # buffers as well
                     path,
                 )
-            except (OSError, RuntimeError, ValueError) as error:
-                failure = [error]
-        dist.broadcast_object_list(failure, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)
-        if failure[0] is not None:
-            raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {failure[0]}") from failure[0]
+            except Exception as error:  # for all ranks: they wait for the file
+                failure = error
+        said = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
+        dist.broadcast_object_list(said, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)
+        if said[0]:
+            raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {said[0]}") from failure
         return str(path)
 
 
