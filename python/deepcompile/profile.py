@@ -69,8 +69,7 @@ class Profile:
 
     def end_step(self) -> None:
         calls, self._sharding.calls = self._sharding.calls, None
-        # Following compiled reads has not been tried on a device yet.
-        if calls is not None and self._sharding.world > 1 and self._sharding.runtime.device.type == "cpu":
+        if calls is not None and self._sharding.world > 1:
             self.several_graphs = self._sharding.planner.in_several_graphs(calls, self._seen)
 
     def failed(self, error: Exception) -> None:

@@ -54,8 +54,8 @@ class RMSNorm(nn.Module):
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions for (batch, heads, sequence, size)."""
     half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), frequency)
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32, device=x.device), frequency)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -13,8 +13,6 @@ import deepcompile
 from harness import only_on_cpu, run_ranks
 from models import MODELS, Run, assert_close, seeded, train_unsharded
 
-pytestmark = only_on_cpu("on a device each graph follows a plan of its own")
-
 WORKER = {"DEEPCOMPILE_CPU_STREAM": "worker"}
 
 
@@ -149,5 +147,6 @@ def leaves_alone(rank: int, world: int) -> None:
         trains(rank, world, run)
 
 
+@only_on_cpu("over NCCL a rank that comes alone is told by the watchdog: test_cuda.py")
 def test_another_branch_on_one_rank_alone_is_an_error_and_not_a_hang() -> None:
     run_ranks(2, leaves_alone, environment=WORKER)

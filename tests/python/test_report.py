@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import DEVICE, only_on_cpu, run_ranks
+from harness import DEVICE, run_ranks
 from models import Llama, seeded
 
 
@@ -87,7 +87,6 @@ def broken_up(rank: int, world: int) -> None:
     assert "gathers start before the graph that reads them" in said[3]["across graphs"]
 
 
-@only_on_cpu("on a device each graph follows a plan of its own")
 def test_a_step_in_several_graphs_is_told_so() -> None:
     run_ranks(2, broken_up)
 
