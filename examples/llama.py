@@ -1,10 +1,10 @@
 """Trains a small Llama (llama_model.py) under any ZeRO stage; beside it the same model in one process, unsharded.
 
-    python examples/llama.py [--ranks 2] [--stage 3] [--steps 30] [--layers 4] [--eager] [--bf16]
+    python examples/llama.py [--ranks 2] [--stage 3] [--steps 30] [--layers 4] [--eager] [--bf16] [--device cpu]
     torchrun --nproc-per-node 4 examples/llama.py --stage 2
 
-Without torchrun it starts the ranks itself. The data are made up: sequences in which each token follows from the two before
-it, so that there is something to learn.
+Without torchrun it starts the ranks itself. Each has a GPU of its own where there are enough of them. The data are made up:
+sequences in which each token follows from the two before it, so that there is something to learn.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ def make_batch(options: argparse.Namespace, rank: int, step: int) -> torch.Tenso
     tokens = torch.randint(0, 64, (options.batch, options.length + 1), generator=generator)
     for position in range(2, options.length + 1):
         tokens[:, position] = (tokens[:, position - 1] * 3 + tokens[:, position - 2] * 5 + 1) % 64
-    return tokens
+    return tokens.to(options.device)
 
 
 def make_model(options: argparse.Namespace) -> Llama:
     torch.manual_seed(0)
-    return Llama(options.layers, options.size, length=options.length)
+    return Llama(options.layers, options.size, length=options.length).to(options.device)
+
+
+def join_ranks(options: argparse.Namespace, number_on_host: int, **where: Any) -> None:
+    """Takes this rank's GPU, if it is to have one, and makes the process group."""
+    if options.device == "cuda":
+        torch.cuda.set_device(number_on_host)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo", **where)
 
 
 def train_sharded(options: argparse.Namespace, rank: int, world: int, report: Any) -> None:
@@ -81,7 +88,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str, queue: Any) -
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", options.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    join_ranks(options, rank, store=store, rank=rank, world_size=options.ranks)
     train_sharded(options, rank, options.ranks, queue.put if rank == 0 else lambda message: None)
     dist.destroy_process_group()
 
@@ -89,7 +96,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str, queue: Any) -
 def show(console: Console, options: argparse.Namespace, messages: Any, alive: Any) -> None:
     console.print(
         f"Llama of {options.layers} layers, {sum(p.numel() for p in make_model(options).parameters()):,} parameters, "
-        f"ZeRO-{options.stage} on {options.ranks} processes, {'eager' if options.eager else 'compiled'}; "
+        f"ZeRO-{options.stage} on {options.ranks} processes ({options.device}), {'eager' if options.eager else 'compiled'}; "
         "the first steps compile and measure"
     )
     expected = train_alone(options, options.ranks)
@@ -142,10 +149,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda if there is a GPU for each rank of this host")
     options = parser.parse_args()
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks))
+    options.device = options.device or ("cuda" if torch.cuda.device_count() >= on_this_host else "cpu")
 
     if "RANK" in os.environ:  # under torchrun
-        dist.init_process_group("gloo")
+        join_ranks(options, int(os.environ["LOCAL_RANK"]))
         rank, options.ranks = dist.get_rank(), dist.get_world_size()
 
         def tell(message: tuple[Any, ...]) -> None:
