@@ -126,7 +126,7 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     graphs = engine.sharding.planner.steps
     if not graphs:
         return [("compiled", "nothing yet: no forward has run, or every frame was skipped")]
-    rows = [("compiled", f"{len(graphs)} graph{"s" if len(graphs) != 1 else ""} by {options.backend}")]
+    rows = [("compiled", f"{len(graphs)} graph{'s' if len(graphs) != 1 else ''} by {options.backend}")]
     if step is None or step.plan is None:
         why = step.why_not if step is not None else "the step is spread over several graphs, each planned alone"
         if step is None and engine.profile.why_not:
