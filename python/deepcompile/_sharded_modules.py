@@ -199,6 +199,15 @@ def install(sharding: Sharding) -> None:
     _install_leaf_hooks(sharding)
 
 
+def trains_otherwise(sharded: ShardedParam) -> None:
+    """Of a parameter after ``requires_grad_``. Until 2.12 PyTorch takes compiled code that was made before for right as long as
+    nobody has written to the dictionaries of its modules, and ``requires_grad_`` writes to none: one write makes it look.
+    """
+    for module, _ in sharded.places:
+        module._parameters["(written)"] = None
+        del module._parameters["(written)"]
+
+
 class _Slicer:
     """Lets ``load_state_dict`` take whole parameters as well as shards. With ``assign=True`` values are copied as well: the
     runtime knows a shard by its memory.
@@ -243,4 +252,4 @@ def _install_leaf_hooks(sharding: Sharding) -> None:
         module.register_forward_pre_hook(_gathers_all(shards, dtypes, sharding.graph_id))
 
 
-__all__ = ["install", "original_class"]
+__all__ = ["install", "original_class", "trains_otherwise"]

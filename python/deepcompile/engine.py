@@ -16,6 +16,7 @@ from torch import nn
 from deepcompile import _fused_adam
 from deepcompile._backend import load_compiler
 from deepcompile._compile import keep_guards
+from deepcompile._sharded_modules import trains_otherwise
 from deepcompile.clipping import Clipping
 from deepcompile.config import Config
 from deepcompile.drift import Drift
@@ -50,6 +51,7 @@ class Engine(EngineSurface):
         self.micro_steps = 0
         self._micro_steps = 0
         self._awaits_step = False
+        self._trains: bool | None = None  # anything at all, at the last forward
         self._in_step = False  # from the first forward to the update
         self._said_skip = False
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
@@ -92,7 +94,12 @@ class Engine(EngineSurface):
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
         # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
-        training = torch.is_grad_enabled() and any(sharded.param.requires_grad for sharded in self.sharding.params)
+        trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
+        if trains != self._trains:
+            self._trains = trains
+            for sharded in self.sharding.params:
+                trains_otherwise(sharded)
+        training = torch.is_grad_enabled() and trains
         if training:
             self._begin_step()
         if self.config.compile.mode == "compile":

@@ -177,6 +177,7 @@ class Sharding:
                     sharded.id, self._gradient_buffer(param), reduce_dtype=self.config.reduce_dtype
                 )
             param.grad = None
+            _sharded_modules.trains_otherwise(sharded)
         self._trained = wanted
         if self._planner is not None:
             self._planner.learn_facts()

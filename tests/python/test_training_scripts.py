@@ -315,7 +315,7 @@ def adversaries(rank: int, world: int) -> None:
     torch.manual_seed(3)
     makes, judges = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), small()
     references = copy.deepcopy(makes), copy.deepcopy(judges)
-    for mode in ({"enabled": False}, {"mode": "replay", "profile_steps": 1}):
+    for mode in ({"enabled": False}, {"mode": "replay", "profile_steps": 1}, {"backend": "aot_eager"}):
         for stage in (1, 3):
             pair = [copy.deepcopy(model) for model in references]
             whole = [copy.deepcopy(model) for model in references]
