@@ -200,8 +200,8 @@ def install(sharding: Sharding) -> None:
 
 
 def trains_otherwise(sharded: ShardedParam) -> None:
-    """Of a parameter after ``requires_grad_``. PyTorch 2.11 takes compiled code that was made before for right as long as nobody
-    has written to the dictionaries of its modules, and ``requires_grad_`` writes to none: one write makes it look.
+    """Of a parameter after ``requires_grad_``. PyTorch 2.11 takes compiled code that was made before for right as long as
+    nobody has written to the dictionaries of its modules, and ``requires_grad_`` writes to none: one write makes it look.
     """
     for module, _ in sharded.places:
         module._parameters["(written)"] = None
