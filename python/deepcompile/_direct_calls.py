@@ -25,4 +25,5 @@ def install() -> None:
             # PyTorch's own __call__ calls self._op from a frame of Python: a fifth of a gather, wait and release.
             members = {"__call__": called._op, "__signature__": signature, "__slots__": ()}
             called.__class__ = type(type(called).__name__, (type(called),), members)
+            _C.call_instances_directly(type(called), called._op)
         _register_builtin(packet._op, name)  # TorchScript knows operators by the function that they call

@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "deepcompile/bindings/bindings.h"
+#include "deepcompile/comm/interpreter.h"
 
 namespace dc {
 namespace {
@@ -113,6 +115,15 @@ class Released {
   PyThreadState* const thread_;
 };
 
+constexpr Interpreter kInterpreter = {
+    [] { return static_cast<void*>(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr); },
+    [](void* thread) { PyEval_RestoreThread(static_cast<PyThreadState*>(thread)); },
+};
+
+// Whether the operator is called with the interpreter: kernels that may wait for more than a lock are not, the others
+// let go of it themselves where they find that they must.
+enum class With { TheInterpreter, NoInterpreter };
+
 // torch.utils._device.DeviceContext, which set_default_device leaves on: it looks at functions that make tensors, and
 // our operators are none of them. Owned, for the life of the process.
 PyTypeObject* default_device_mode = nullptr;
@@ -141,11 +152,43 @@ class DirectCall {
   DirectCall(const DirectCall&) = delete;
   DirectCall& operator=(const DirectCall&) = delete;
 
+  // Of the function that stands for the operator.
   static PyObject* entry(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-    auto& direct = *static_cast<DirectCall*>(PyCapsule_GetPointer(self, nullptr));
+    return of(self).serve(arguments, static_cast<std::size_t>(count), names);
+  }
+
+  // Of an instance of a class that has that function as __call__.
+  static PyObject* entryOfInstance(PyObject* self, PyObject* arguments, PyObject* names) {
+    const auto found = byType().find(Py_TYPE(self));
+    if (found == byType().end() || names != nullptr) {  // of a class derived from such a one, or with keywords
+      const auto function = py::reinterpret_steal<py::object>(PyObject_GetAttrString(self, "_op"));
+      return function ? PyObject_Call(function.ptr(), arguments, names) : nullptr;
+    }
+    return found->second->serve(&PyTuple_GET_ITEM(arguments, 0), static_cast<std::size_t>(PyTuple_GET_SIZE(arguments)),
+                                nullptr);
+  }
+
+  // Python would look __call__ up in the class at every call. `function`: one that directCall made.
+  static void callInstancesDirectly(PyTypeObject* type, PyObject* function) {
+    byType()[type] = &of(PyCFunction_GET_SELF(Py_NewRef(function)));
+    Py_INCREF(type);
+    type->tp_call = &entryOfInstance;
+    PyType_Modified(type);
+  }
+
+ private:
+  static DirectCall& of(PyObject* capsule) { return *static_cast<DirectCall*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+  // The types are owned. Python's lock guards it.
+  static std::unordered_map<PyTypeObject*, DirectCall*>& byType() {
+    static std::unordered_map<PyTypeObject*, DirectCall*> all;
+    return all;
+  }
+
+  PyObject* serve(PyObject* const* arguments, std::size_t count, PyObject* names) {
     if (names == nullptr && !isWatched()) {
       HANDLE_TH_ERRORS
-      if (PyObject* result = direct.call(arguments, static_cast<std::size_t>(count)); result != nullptr) {
+      if (PyObject* result = call(arguments, count); result != nullptr) {
         return result;
       }
       END_HANDLE_TH_ERRORS
@@ -153,10 +196,9 @@ class DirectCall {
         return nullptr;
       }
     }
-    return PyObject_Vectorcall(direct.general_, arguments, static_cast<std::size_t>(count), names);
+    return PyObject_Vectorcall(general_, arguments, count, names);
   }
 
- private:
   PyObject* const general_;  // owned
 };
 
@@ -167,8 +209,9 @@ template <typename Result, typename... Arguments>
 class TypedCall<Result(Arguments...)> final : public DirectCall {
  public:
   // The defaults of arguments that have one are all zero, false or None (test_direct_calls.py).
-  TypedCall(PyObject* general, const std::string& name)
+  TypedCall(PyObject* general, const std::string& name, With with)
       : DirectCall(general),
+        with_(with),
         operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Result(Arguments...)>()) {
     for (const c10::Argument& argument : operator_.schema().arguments()) {
       required_ += argument.default_value().has_value() ? 0 : 1;
@@ -184,7 +227,10 @@ class TypedCall<Result(Arguments...)> final : public DirectCall {
       return nullptr;
     }
     const auto run = [&](auto&... kept) -> Result {
-      const Released others_run;  // kernels wait for locks and peers
+      std::optional<Released> others_run;
+      if (with_ == With::NoInterpreter) {
+        others_run.emplace();
+      }
       return operator_.call(kept...);
     };
     if constexpr (std::is_void_v<Result>) {
@@ -201,6 +247,7 @@ class TypedCall<Result(Arguments...)> final : public DirectCall {
     return ((kIndex >= count || read(arguments[kIndex], std::get<kIndex>(values))) && ...);
   }
 
+  const With with_;
   const c10::TypedOperatorHandle<Result(Arguments...)> operator_;
   std::size_t required_ = 0;  // arguments without a default, which come first
 };
@@ -211,12 +258,13 @@ using Dtype = std::optional<at::ScalarType>;
 
 struct Operator {
   const char* name;
-  std::unique_ptr<DirectCall> (*make)(PyObject* general, const std::string& name);
+  std::unique_ptr<DirectCall> (*make)(PyObject* general, const std::string& name, With with);
+  With with = With::NoInterpreter;
 };
 
 template <typename Signature>
-std::unique_ptr<DirectCall> make(PyObject* general, const std::string& name) {
-  return std::make_unique<TypedCall<Signature>>(general, name);
+std::unique_ptr<DirectCall> make(PyObject* general, const std::string& name, With with) {
+  return std::make_unique<TypedCall<Signature>>(general, name, with);
 }
 
 // Those that a step calls once a parameter or more often, as in ops/schemas.cpp.
@@ -224,9 +272,9 @@ constexpr Operator kOperators[] = {
     {"dc::allgather_param", make<Tensor(const Tensor&, int64_t, int64_t, Dtype)>},
     {"dc::prefetch_params_fused",
      make<void(int64_t, at::TensorList, at::IntArrayRef, const std::optional<std::vector<at::ScalarType>>&)>},
-    {"dc::wait_allgather", make<Tensor(const Tensor&, int64_t, int64_t)>},
-    {"dc::release_param", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>},
-    {"dc::release_param_traced", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>},
+    {"dc::wait_allgather", make<Tensor(const Tensor&, int64_t, int64_t)>, With::TheInterpreter},
+    {"dc::release_param", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>, With::TheInterpreter},
+    {"dc::release_param_traced", make<Tensor(const Tensor&, int64_t, int64_t, int64_t)>, With::TheInterpreter},
     {"dc::reduce_grad", make<Tensor(const Tensor&, int64_t, int64_t)>},
     {"dc::gather_shard", make<Tensor(const Tensor&, int64_t, at::IntArrayRef, Dtype, bool, int64_t)>},
     {"dc::gather_shards", make<std::vector<Tensor>(at::TensorList, int64_t, at::IntArrayRef, at::IntArrayRef)>},
@@ -244,7 +292,7 @@ py::object directCall(const std::string& name, const py::object& general) {
                                METH_FASTCALL | METH_KEYWORDS, nullptr};
   for (const Operator& one : kOperators) {
     if (name == one.name) {
-      auto direct = one.make(py::object(general).release().ptr(), name);
+      auto direct = one.make(py::object(general).release().ptr(), name, one.with);
       const auto self = py::reinterpret_steal<py::object>(PyCapsule_New(direct.get(), nullptr, nullptr));
       direct.release();  // never deleted: operators are called until the interpreter has ended
       return py::reinterpret_steal<py::object>(
@@ -257,6 +305,7 @@ py::object directCall(const std::string& name, const py::object& general) {
 }  // namespace
 
 void bindDirectCalls(py::module_& module) {
+  setInterpreter(kInterpreter);
   module.def("direct_operators", [] {
     std::vector<std::string> names;
     for (const Operator& one : kOperators) {
@@ -265,6 +314,12 @@ void bindDirectCalls(py::module_& module) {
     return names;
   });
   module.def("direct_call", &directCall, py::arg("name"), py::arg("general"));
+  module.def(
+      "call_instances_directly",
+      [](const py::type& type, const py::object& function) {
+        DirectCall::callInstancesDirectly(reinterpret_cast<PyTypeObject*>(type.ptr()), function.ptr());
+      },
+      py::arg("type"), py::arg("function"), "Calls of the type's instances go straight to what direct_call returned.");
   module.def(
       "set_default_device_mode",
       [](const py::type& mode) {

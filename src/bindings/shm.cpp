@@ -12,7 +12,6 @@
 #include "deepcompile/base/environment.h"
 #include "deepcompile/bindings/bindings.h"
 #include "deepcompile/comm/inference_group.h"
-#include "deepcompile/comm/interpreter.h"
 #include "deepcompile/comm/shared_tensor.h"
 #include "deepcompile/comm/shm_backend.h"
 #include "deepcompile/comm/shm_rendezvous.h"
@@ -23,15 +22,6 @@ namespace {
 namespace py = pybind11;
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-void runWithoutInterpreter(const std::function<void()>& function) {
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-    const py::gil_scoped_release no_gil;
-    function();
-  } else {
-    function();
-  }
-}
 
 c10::intrusive_ptr<c10d::Backend> makeBackend(StorePtr store, int rank, int size, std::chrono::milliseconds timeout,
                                               const std::string& name, const std::vector<std::uint64_t>& global_ranks) {
@@ -66,7 +56,6 @@ std::variant<std::shared_ptr<shm::Group>, std::string> openGroup(const StorePtr&
 
 void bindShm(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  setWithoutInterpreter(&runWithoutInterpreter);
   module.def("make_shm_backend", &makeBackend, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("name"), py::arg("global_ranks"), NoGil());
   module.def("close_shm_backends", &closeShmBackends, py::arg("grace"), NoGil());

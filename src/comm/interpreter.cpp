@@ -5,17 +5,22 @@
 namespace dc {
 namespace {
 
-std::atomic<WithoutInterpreter> without{nullptr};
+std::atomic<const Interpreter*> the_interpreter{nullptr};
+
+void* release() {
+  const Interpreter* const interpreter = the_interpreter.load(std::memory_order_acquire);
+  return interpreter == nullptr ? nullptr : interpreter->release();
+}
 
 }  // namespace
 
-void setWithoutInterpreter(WithoutInterpreter how) { without.store(how); }
+void setInterpreter(const Interpreter& interpreter) { the_interpreter.store(&interpreter, std::memory_order_release); }
 
-void withoutInterpreter(const std::function<void()>& function) {
-  if (const WithoutInterpreter how = without.load()) {
-    how(function);
-  } else {
-    function();
+InterpreterReleased::InterpreterReleased() : released_(release()) {}
+
+InterpreterReleased::~InterpreterReleased() {
+  if (released_ != nullptr) {
+    the_interpreter.load(std::memory_order_acquire)->take(released_);
   }
 }
 

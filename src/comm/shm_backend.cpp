@@ -102,7 +102,8 @@ ShmBackend::~ShmBackend() {
     leaveToParent();
     return;
   }
-  withoutInterpreter([this] { close(); });
+  const InterpreterReleased others_run;
+  close();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
@@ -119,7 +120,8 @@ void ShmBackend::setTimeout(Millis timeout) {
 
 void ShmBackend::shutdown() {
   if (::getpid() == owner_) {
-    withoutInterpreter([this] { close(); });
+    const InterpreterReleased others_run;
+    close();
   }
 }
 

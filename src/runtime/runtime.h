@@ -105,6 +105,7 @@ class Runtime {
 
   // All ranks have registered the same; cheap when nothing was registered since the last call. Lock held.
   void ensureAgreed();
+  bool agreed() const { return agreed_; }
 
   // Gives the communicators the timeout now in force: longer until the first step has ended.
   void setTimeouts();

@@ -39,7 +39,8 @@ struct SettlingMeta : AutogradMeta {
 
   const at::Tensor& grad() const override {
     if (unsettled->pending()) [[unlikely]] {
-      withoutInterpreter([this] { unsettled->settle(); });
+      const InterpreterReleased others_run;
+      unsettled->settle();
     }
     return grad_;
   }

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -221,6 +222,43 @@ def others_run(rank: int, world: int) -> None:
 @only_on_cpu("on a device the host does not wait")
 def test_other_threads_run_while_a_call_waits_for_a_peer() -> None:
     run_ranks(2, others_run)
+
+
+def release_beside_a_gather(rank: int, world: int) -> None:
+    """Rank 1 comes when a thread of rank 0 has got on, though another's gather waits, and a third one for that gather."""
+    shards, _ = start(rank, world)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    gathered = ops.wait_allgather(ops.allgather_param(shards[1], GRAPH, 1), GRAPH, 1)
+    if rank == 1:
+        store.wait(["the thread has run"], datetime.timedelta(seconds=60))
+        ops.allgather_param(shards[0], GRAPH, 0)
+        return
+    sys.setswitchinterval(100)  # nobody takes the interpreter away
+
+    def begun(call: Callable[[], object]) -> threading.Thread:
+        calls = threading.Event()
+
+        def run() -> None:
+            calls.set()
+            call()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        calls.wait()
+        return thread
+
+    gathers = begun(lambda: ops.allgather_param(shards[0], GRAPH, 0))
+    releases = begun(lambda: ops.release_param(gathered, GRAPH, 1, 1))  # nothing else lets go of the interpreter
+    assert gathers.is_alive() and releases.is_alive()
+    store.set("the thread has run", "")
+    gathers.join()
+    releases.join()
+    assert dc.stats()["releases"] == 1
+
+
+@only_on_cpu("on a device the host does not wait")
+def test_other_threads_run_while_a_release_waits_for_a_gather() -> None:
+    run_ranks(2, release_beside_a_gather, environment={"DEEPCOMPILE_CPU_STREAM": "inline"})
 
 
 def test_torchscript_still_knows_the_operators() -> None:
