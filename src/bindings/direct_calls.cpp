@@ -116,7 +116,9 @@ class Released {
 };
 
 constexpr Interpreter kInterpreter = {
-    [] { return static_cast<void*>(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr); },
+    [] {
+      return static_cast<void*>(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr);
+    },
     [](void* thread) { PyEval_RestoreThread(static_cast<PyThreadState*>(thread)); },
 };
 
