@@ -53,10 +53,12 @@ test-all: test-cpp
 	$(PYTHON) -m pytest tests/python -q
 
 # On a machine with a GPU; several ranks share it. What they need of NCCL and the driver: docs/cuda.md. All tests but those that
-# say why they are of the CPU alone.
+# say why they are of the CPU alone. WORKERS=10 runs ten at once (pytest-xdist), each with a multi-process service of its own.
+test-cuda: export DEEPCOMPILE_TEST_DEVICE := cuda
 test-cuda: build
 	$(PYTHON) -m deepcompile doctor
-	DEEPCOMPILE_TEST_DEVICE=cuda $(PYTHON) -m pytest tests/python -q -m "not slow"
+	$(PYTHON) -m pytest tests/python -q -m "not slow and not alone" $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
+	$(PYTHON) -m pytest tests/python -q -m "alone and not slow" $(if $(WORKERS),-n 1)
 
 sanitize-cuda: build
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/python/cuda_operators.py || exit 1; done

@@ -31,10 +31,18 @@ STREAMS = ["inline", "worker"] if DEVICE == "cpu" else ["auto"]
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 #: The multi-process service is for the ranks: one that dies ends all that share it, and the tests are to go on.
-_SERVICE = {name: os.environ.pop(name) for name in ("CUDA_MPS_PIPE_DIRECTORY",) if name in os.environ}
+_service = {name: os.environ.pop(name) for name in ("CUDA_MPS_PIPE_DIRECTORY",) if name in os.environ}
+#: For ranks that shall not share one: where there is no service they take turns.
+NO_SERVICE = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
 _context = multiprocessing.get_context("forkserver")
 # A server that has looked for a GPU, as parts of the compiler do when they are loaded, cannot fork processes that use one.
 _context.set_forkserver_preload(["deepcompile", "torch._inductor.compile_fx"] if DEVICE == "cpu" else ["torch"])
+
+
+def use_service(environment: dict[str, str]) -> None:
+    """Ranks find another service than the one that the tests were started with."""
+    _service.clear()
+    _service.update(environment)
 
 
 def only_on_cpu(why: str) -> pytest.MarkDecorator:
@@ -119,7 +127,7 @@ def run_ranks(
                     world,
                     os.path.join(folder, "store"),
                     send,
-                    _SERVICE | (environment or {}),
+                    _service | (environment or {}),
                     function,
                     arguments,
                 ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import DEVICE, run_ranks
+from harness import DEVICE, NO_SERVICE, run_ranks
 
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU: make test-cuda")
 
@@ -288,7 +288,7 @@ def overflows(rank: int, world: int) -> None:
 
 @needs_gpu
 def test_a_rank_that_dies_becomes_an_error_that_names_it_within_the_deadline():
-    seconds, message = run_ranks(2, loses_its_peer, may_die=(1,), timeout=60)[0]
+    seconds, message = run_ranks(2, loses_its_peer, may_die=(1,), timeout=60, environment=NO_SERVICE)[0]
     assert seconds < 15
     assert "failed: " in message
     assert "ranks [1] did not answer" in message
