@@ -155,7 +155,7 @@ def main() -> None:
     options.device = options.device or ("cuda" if torch.cuda.device_count() >= on_this_host else "cpu")
 
     if "RANK" in os.environ:  # under torchrun
-        join_ranks(options, int(os.environ["LOCAL_RANK"]))
+        join_ranks(options, int(os.environ.get("LOCAL_RANK", 0)))
         rank, options.ranks = dist.get_rank(), dist.get_world_size()
 
         def tell(message: tuple[Any, ...]) -> None:

@@ -95,14 +95,14 @@ class _Unit:
         self._step: Any = None
 
     @property
-    def part_of_a_step(self) -> bool:
-        """True for graphs that train a part of the model: a plan of the whole step may keep what they gather."""
-        return self._step is not None and not self._planner.holds_model(self._step)
-
-    @property
     def shares_gathers(self) -> bool:
-        """True where others may read what this graph gathers: on one rank that may be the parameters themselves."""
-        return self.part_of_a_step or (self._sharding is not None and self._sharding.world == 1)
+        """True where others may read what this graph gathers. On one rank that may be the parameters themselves. On several,
+        a plan of a step in several graphs may keep what any of them gathers, also one that trains nothing: all but the one
+        that holds the model.
+        """
+        if self._sharding is None:
+            return False
+        return self._sharding.world == 1 or self._step is None or not self._planner.holds_model(self._step)
 
     @property
     def _runs_alone(self) -> bool:
@@ -207,6 +207,7 @@ class _Unit:
             def with_plan(graph_plan: GraphPlan | None) -> Any:
                 # The compiler gets a graph of its own, which it may change: this one is for other plans.
                 graph = self._rewritten(module.graph, graph_plan, f"the {phase} of {step.name}")
+                step.shares_gathers = self.shares_gathers
                 with self._order:
                     return inner(_with_graph(module, graph), example_inputs, **kwargs)
 

@@ -96,9 +96,9 @@ class Engine(EngineSurface):
         # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
         trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
         if trains != self._trains:
-            self._trains = trains
-            for sharded in self.sharding.params:
+            for sharded in self.sharding.params if self._trains is not None else ():
                 trains_otherwise(sharded)
+            self._trains = trains
         training = torch.is_grad_enabled() and trains
         if training:
             self._begin_step()
@@ -195,17 +195,26 @@ class Engine(EngineSurface):
         return taken
 
     def _begin_step(self) -> None:
+        if self._micro_steps == 0:  # also after a forward that nobody took a backward of
+            self._look_at_trained()
         if not self._in_step:  # the first of its forwards
             self._in_step = True
-            changed = self.sharding.update_trainable()
-            if changed and self.sharding.rank == 0:
-                _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
             self.sharding.steps_begun += 1
             self.times.begin(self.sharding.runtime.wait_seconds())
             self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()
                 self.sharding.runtime.record_timeline(True)
+
+    def _look_at_trained(self) -> None:
+        changed = self.sharding.update_trainable()
+        if changed and self.sharding.rank == 0:
+            _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
+        if changed and isinstance(self.profile, ReplayProfile):  # what was recorded was another step
+            self.profile.stop()
+            self._in_step = False  # the new one has not seen its begin
+            replays = self.config.compile.mode == "replay"
+            self.profile = (ReplayProfile if replays else Profile)(self.sharding, self.profile.iterations)
 
     def _end_step(self) -> None:
         self._in_step = False

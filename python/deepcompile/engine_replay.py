@@ -34,6 +34,18 @@ class ReplayProfile:
         self.done = False
         self.why_not = ""
 
+    @property
+    def iterations(self) -> int:
+        return self._wanted
+
+    def stop(self) -> None:
+        """Nothing is recorded or followed from here on. Between steps, or after a forward that nobody took a backward of."""
+        if self._recording:
+            self._recording = False
+            recording.drop(self._sharding)
+        if self._active:
+            self._stop()
+
     def begin_step(self, traces: bool) -> None:
         """``traces``: the engine uses the runtime's timeline in this step."""
         if self.graph is not None:

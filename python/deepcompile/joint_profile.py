@@ -25,25 +25,27 @@ class JointProfile(ReplayProfile):
     def __init__(self, sharding: Sharding, iterations: int) -> None:
         super().__init__(sharding, iterations)
         self._steps = 1  # the first one, in which compilers ran
-        self._saved = 0  # bytes of activations, at most in one micro-batch
+        self._taken = 0  # bytes of activations and of what one part needs beside them, at most in one micro-batch
 
     def end_step(self) -> None:
         if self._recording:
-            self._note_saved()
+            self._note_taken()
         super().end_step()
 
-    def _note_saved(self) -> None:
-        """A recording does not see activations; the graphs know what they save."""
+    def _note_taken(self) -> None:
+        """A recording does not see activations; the graphs know what they save, and what their parts need meanwhile."""
         calls = self._sharding.calls or ()
         forwards = [call.step for call in calls if call.phase == FORWARD]
         every = sum(size for step in forwards for _, size, _, _ in step.saved)
         micro_batches = self._sharding.config.gradient_accumulation_steps or 1
-        self._saved = max(self._saved, every // micro_batches)
+        parts = (segment for call in calls for segment in call.step.graphs[call.phase].segments)
+        meanwhile = max((segment.workspace for segment in parts), default=0)
+        self._taken = max(self._taken, every // micro_batches + meanwhile)
 
     def _compile(self, ops: RecordedOps) -> CompiledGraph:
         recording.require_whole_iterations(ops)
         budget = self._sharding.planner.budget  # 0: the least that is enough
-        return plan_recorded(self._sharding, ops, budget and max(1, budget - self._saved), compiled=True)
+        return plan_recorded(self._sharding, ops, budget and max(1, budget - self._taken), compiled=True)
 
     def line(self, changed: bool) -> str:
         if self.graph is None:

@@ -82,6 +82,8 @@ class Step:
     update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
     ran_in: int = 0  # number of the engine's step in which its forward ran last
+    #: Others may read what its graphs gather, as they were compiled.
+    shares_gathers: bool = False
     #: Of a recorded iteration; where not given, the planner's own.
     recorded: RecordedOptions | None = None
     #: Compiles one phase anew with another plan.
@@ -290,6 +292,8 @@ class StepPlanner:
         """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
         forwards = [call.step for call in calls if call.phase == FORWARD]
         parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
+        # One that held the model when it was compiled, and no longer does because more is trained, uses the memory again.
+        parts = parts and all(step.shares_gathers for step in forwards)
         return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
 
     def replan(

@@ -115,9 +115,19 @@ class Released {
   PyThreadState* const thread_;
 };
 
+// Null where this thread does not hold the interpreter. (PyGILState_Check says nothing where there are
+// subinterpreters.)
+PyThreadState* heldState() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return PyThreadState_GetUnchecked();
+#else
+  return _PyThreadState_UncheckedGet();
+#endif
+}
+
 constexpr Interpreter kInterpreter = {
     [] {
-      return static_cast<void*>(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr);
+      return static_cast<void*>(Py_IsInitialized() != 0 && heldState() != nullptr ? PyEval_SaveThread() : nullptr);
     },
     [](void* thread) { PyEval_RestoreThread(static_cast<PyThreadState*>(thread)); },
 };

@@ -24,43 +24,55 @@ std::optional<Buffer> BufferPool::reuse(std::int64_t bytes, std::int64_t stream)
 Buffer BufferPool::take(std::int64_t bytes, std::int64_t stream) {
   constexpr std::int64_t kGranule = 64;
   const std::int64_t wanted = (std::max<std::int64_t>(bytes, 1) + kGranule - 1) / kGranule * kGranule;
-  const std::lock_guard lock(mutex_);
-  ++taken_;
-  Buffer buffer;
-  if (std::optional<Buffer> idle = reuse(wanted, stream)) {
-    buffer = *std::move(idle);
-    idle_bytes_ -= buffer.bytes;
-    ++reused_;
-  } else {
-    makeRoom(wanted);
-    buffer.memory = allocator_->allocate(static_cast<std::size_t>(wanted));
-    buffer.bytes = wanted;
-    buffer.stream = stream;
+  Dropped dropped;
+  {
+    const std::lock_guard lock(mutex_);
+    ++taken_;
+    if (std::optional<Buffer> idle = reuse(wanted, stream)) {
+      idle_bytes_ -= idle->bytes;
+      ++reused_;
+      countTaken(*idle);
+      return *std::move(idle);
+    }
+    dropped = makeRoom(wanted);
   }
-  live_ += buffer.bytes;
-  most_live_ = std::max(most_live_, live_);
-  peak_ = std::max(peak_, live_);
+  dropped.clear();
+  Buffer buffer;
+  buffer.memory = allocator_->allocate(static_cast<std::size_t>(wanted));
+  buffer.bytes = wanted;
+  buffer.stream = stream;
+  const std::lock_guard lock(mutex_);
+  countTaken(buffer);
   return buffer;
 }
 
+void BufferPool::countTaken(const Buffer& buffer) {
+  live_ += buffer.bytes;
+  most_live_ = std::max(most_live_, live_);
+  peak_ = std::max(peak_, live_);
+}
+
 void BufferPool::give(Buffer buffer) {
+  Dropped dropped;
   const std::lock_guard lock(mutex_);
   live_ -= buffer.bytes;
   idle_bytes_ += buffer.bytes;
   idle_[buffer.bytes].push_back(std::move(buffer));
-  dropIdle(idle_bytes_ - most_idle_);
+  dropped = dropIdle(idle_bytes_ - most_idle_);
 }
 
 void BufferPool::forgetMost() {
+  Dropped dropped;
   const std::lock_guard lock(mutex_);
   most_live_ = live_;
-  dropIdle(idle_bytes_);
+  dropped = dropIdle(idle_bytes_);
 }
 
 void BufferPool::limitIdle(std::int64_t bytes) {
+  Dropped dropped;
   const std::lock_guard lock(mutex_);
   most_idle_ = bytes;
-  dropIdle(idle_bytes_ - most_idle_);
+  dropped = dropIdle(idle_bytes_ - most_idle_);
 }
 
 void BufferPool::setLimit(std::int64_t bytes) {
@@ -69,36 +81,38 @@ void BufferPool::setLimit(std::int64_t bytes) {
 }
 
 void BufferPool::trim() {
+  Dropped dropped;
   const std::lock_guard lock(mutex_);
-  drop(idle_bytes_);
+  dropped = drop(idle_bytes_);
 }
 
-void BufferPool::makeRoom(std::int64_t bytes) {
+BufferPool::Dropped BufferPool::makeRoom(std::int64_t bytes) {
   const std::int64_t allowed = std::max(limit_, std::max(most_live_, live_ + bytes));
-  dropIdle(live_ + idle_bytes_ + bytes - allowed);
+  return dropIdle(live_ + idle_bytes_ + bytes - allowed);
 }
 
-void BufferPool::dropIdle(std::int64_t bytes) {
-  if (keep_ != Keep::ForGood) {
-    drop(bytes);
-  }
+BufferPool::Dropped BufferPool::dropIdle(std::int64_t bytes) {
+  return keep_ == Keep::ForGood ? Dropped() : drop(bytes);
 }
 
 // Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still
 // write to stays: the allocator knows nothing of our events.
-void BufferPool::drop(std::int64_t bytes) {
+BufferPool::Dropped BufferPool::drop(std::int64_t bytes) {
+  Dropped dropped;
   for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {
     std::vector<Buffer>& buffers = size->second;
     for (auto buffer = buffers.begin(); buffer != buffers.end() && bytes > 0;) {
       if (buffer->free_after.passed()) {
         bytes -= buffer->bytes;
         idle_bytes_ -= buffer->bytes;
+        dropped.push_back(std::move(*buffer));
         buffer = buffers.erase(buffer);
       } else {
         ++buffer;
       }
     }
   }
+  return dropped;
 }
 
 std::int64_t BufferPool::live() const {

@@ -59,11 +59,15 @@ class BufferPool {
   void resetCounts();
 
  private:
-  void makeRoom(std::int64_t bytes);
+  // Memory goes back to the allocator when the lock is free again: an allocator may want Python's, whose holder may
+  // want this one. So what drops idle buffers hands them on.
+  using Dropped = std::vector<Buffer>;
+  Dropped makeRoom(std::int64_t bytes);
   // Takes an idle one out of the list of its size; nothing where there is none.
   std::optional<Buffer> reuse(std::int64_t bytes, std::int64_t stream);
-  void dropIdle(std::int64_t bytes);
-  void drop(std::int64_t bytes);
+  Dropped dropIdle(std::int64_t bytes);
+  Dropped drop(std::int64_t bytes);
+  void countTaken(const Buffer& buffer);
 
   c10::Allocator* const allocator_;
   const Keep keep_;

@@ -16,7 +16,8 @@ def _renew() -> None:
     for service in _own:
         service.stop()
     _own[:] = [Service()]
-    harness.use_service(_own[0].for_ranks())
+    if where := _own[0].for_ranks():
+        harness.use_service(where)
 
 
 def pytest_sessionstart() -> None:

@@ -261,6 +261,20 @@ def test_other_threads_run_while_a_release_waits_for_a_gather() -> None:
     run_ranks(2, release_beside_a_gather, environment={"DEEPCOMPILE_CPU_STREAM": "inline"})
 
 
+def after_a_subinterpreter(rank: int, world: int) -> None:
+    import _xxsubinterpreters as subinterpreters  # from 3.13 on: _interpreters
+
+    shards, _ = start(rank, world)
+    subinterpreters.destroy(subinterpreters.create())
+    gathered = ops.wait_allgather(ops.allgather_param(shards[0], GRAPH, 0), GRAPH, 0)
+    ops.wait_allgather(a=gathered, graph_id=GRAPH, id=0)  # the general way comes without the interpreter
+
+
+def test_calls_go_on_after_a_subinterpreter() -> None:
+    pytest.importorskip("_xxsubinterpreters")
+    run_ranks(1, after_a_subinterpreter)
+
+
 def test_torchscript_still_knows_the_operators() -> None:
     def wait(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.dc.wait_allgather(x, 0, 0)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import deepcompile
+from deepcompile.engine_replay import ReplayProfile
 from harness import RankFailed, run_ranks, where_ranks_run
 from models import Llama, seeded
 
 #: What is frozen, by phase: the first block, then nothing, then the last norm.
 PHASES: tuple[tuple[str, ...], ...] = (("blocks.0.",), (), ("norm.",))
-STEPS = 3  # of a phase
+STEPS = 3  # of a phase: compiled or warmed up; recorded; followed
+REPLAYS = {"mode": "replay", "profile_steps": 1}
 
 
 def freeze(model: torch.nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -23,9 +25,20 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return Llama.batch(seeded(10 * step + rank))
 
 
-def made() -> tuple[Llama, torch.optim.Optimizer]:
+class InParts(Llama):
+    """Compiles to several graphs."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def made(kind: type[Llama] = Llama) -> tuple[Llama, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = Llama()
+    model = kind()
     freeze(model, PHASES[0])
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -45,8 +58,10 @@ def unsharded(world: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def sharded(rank: int, world: int, stage: int, compiles: object) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, optimizer = made()
+def sharded(
+    rank: int, world: int, stage: int, compiles: object, kind: type[Llama] = Llama
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer = made(kind)
     config = {"zero_optimization": {"stage": stage}, "timeout": 60, "compile": compiles}
     engine = deepcompile.initialize(model, optimizer, config)
     losses = []
@@ -58,18 +73,50 @@ def sharded(rank: int, world: int, stage: int, compiles: object) -> tuple[list[f
         frozen = [name for name, param in model.named_parameters() if param.grad is None]
         assert frozen == [name for name, param in model.named_parameters() if not param.requires_grad]
         engine.step()
-    if compiles:
+        # What was recorded before others were trained is not followed: each phase records anew.
+        if isinstance(engine.profile, ReplayProfile):
+            assert (engine.profile.graph is not None) == (step % STEPS > 0), engine.profile.why_not
+    if kind is InParts or compiles == REPLAYS:
+        assert isinstance(engine.profile, ReplayProfile)
+    elif compiles:
         assert engine.sharding.planner.training_step() is not None  # of what runs now
     return losses, {name: value.clone() for name, value in deepcompile.full_state_dict(model).items()}
 
 
-@pytest.mark.parametrize(("stage", "compiles"), [(1, False), (3, False), (3, {"backend": "aot_eager"})])
-def test_parameters_frozen_or_trained_after_sharding_train_as_unsharded(stage: int, compiles: object) -> None:
+@pytest.mark.parametrize(
+    ("stage", "compiles", "kind"),
+    [
+        (1, False, Llama),
+        (3, False, Llama),
+        (3, {"backend": "aot_eager"}, Llama),
+        (3, {"backend": "aot_eager", "profile_steps": 1}, InParts),
+        (3, REPLAYS, Llama),
+    ],
+)
+def test_parameters_frozen_or_trained_after_sharding_train_as_unsharded(
+    stage: int, compiles: object, kind: type[Llama]
+) -> None:
     losses, state = unsharded(2)
-    for rank, (found_losses, found_state) in enumerate(run_ranks(2, sharded, stage, compiles)):
+    for rank, (found_losses, found_state) in enumerate(run_ranks(2, sharded, stage, compiles, kind)):
         assert found_losses == pytest.approx(losses[rank], rel=1e-5)
         for name, value in state.items():
             assert torch.allclose(found_state[name], value, rtol=1e-4, atol=1e-6), name
+
+
+def abandons(rank: int, world: int, compiles: object) -> None:
+    model, optimizer = made()
+    engine = deepcompile.initialize(model, optimizer, {"timeout": 20, "compile": compiles})
+    for step in range(4):  # the first ones warm up, record and follow, where that is done
+        engine(batch(rank, step))  # nobody takes a backward of it
+        freeze(model, PHASES[step % 2])
+        engine.backward(engine(batch(rank, step)))
+        assert [param.grad is not None for param in model.parameters()] == [p.requires_grad for p in model.parameters()]
+        engine.step()
+
+
+@pytest.mark.parametrize("compiles", [False, {"backend": "aot_eager"}, REPLAYS])
+def test_a_forward_without_a_backward_hides_nothing_that_is_frozen_or_trained_after_it(compiles: object) -> None:
+    run_ranks(2, abandons, compiles)
 
 
 def plain_loop(rank: int, world: int) -> None:
