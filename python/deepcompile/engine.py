@@ -95,7 +95,7 @@ class Engine(EngineSurface):
         runtime = self.sharding.runtime
         # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
         trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
-        if trains != self._trains:
+        if trains != self._trains:  # what changes within a step of this engine, update_trainable sees
             for sharded in self.sharding.params if self._trains is not None else ():
                 trains_otherwise(sharded)
             self._trains = trains

@@ -105,6 +105,17 @@ class Llama(nn.Module):
         return torch.randint(0, VOCABULARY, (2, 9), generator=generator)
 
 
+class WithGraphBreak(Llama):
+    """Compiles to a graph for each block, and more."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 MODELS: dict[str, type[nn.Module]] = {"mlp": MLP, "llama": Llama}
 
 

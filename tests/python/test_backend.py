@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import deepcompile
 from deepcompile.sharding import sharding_of
 from harness import RankFailed, run_ranks
-from models import Llama, Run, seeded, train_with_engine
+from models import Llama, Run, WithGraphBreak, seeded, train_with_engine
 from test_engine_parity import assert_parity
 
 #: A call of a kernel in the code that Inductor generates, for the CPU or a device.
@@ -143,15 +143,6 @@ class WithAutocast(Llama):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16):
             return super().forward(tokens)
-
-
-class WithGraphBreak(Llama):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            torch._dynamo.graph_break()
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class WithEagerPart(Llama):

@@ -8,7 +8,7 @@ import torch
 import deepcompile
 from deepcompile.engine_replay import ReplayProfile
 from harness import RankFailed, run_ranks, where_ranks_run
-from models import Llama, seeded
+from models import Llama, WithGraphBreak, seeded
 
 #: What is frozen, by phase: the first block, then nothing, then the last norm.
 PHASES: tuple[tuple[str, ...], ...] = (("blocks.0.",), (), ("norm.",))
@@ -23,17 +23,6 @@ def freeze(model: torch.nn.Module, prefixes: tuple[str, ...]) -> None:
 
 def batch(rank: int, step: int) -> torch.Tensor:
     return Llama.batch(seeded(10 * step + rank))
-
-
-class InParts(Llama):
-    """Compiles to several graphs."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            torch._dynamo.graph_break()
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def made(kind: type[Llama] = Llama) -> tuple[Llama, torch.optim.Optimizer]:
@@ -76,7 +65,7 @@ def sharded(
         # What was recorded before others were trained is not followed: each phase records anew.
         if isinstance(engine.profile, ReplayProfile):
             assert (engine.profile.graph is not None) == (step % STEPS > 0), engine.profile.why_not
-    if kind is InParts or compiles == REPLAYS:
+    if kind is WithGraphBreak or compiles == REPLAYS:
         assert isinstance(engine.profile, ReplayProfile)
     elif compiles:
         assert engine.sharding.planner.training_step() is not None  # of what runs now
@@ -89,7 +78,7 @@ def sharded(
         (1, False, Llama),
         (3, False, Llama),
         (3, {"backend": "aot_eager"}, Llama),
-        (3, {"backend": "aot_eager", "profile_steps": 1}, InParts),
+        (3, {"backend": "aot_eager", "profile_steps": 1}, WithGraphBreak),
         (3, REPLAYS, Llama),
     ],
 )
