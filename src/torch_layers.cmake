@@ -34,7 +34,9 @@ add_library(
   runtime/executor_settling.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
+  runtime/host_copies.cpp
   runtime/host_memory.cpp
+  runtime/host_moves.cpp
   runtime/param.cpp
   runtime/raw_tensor.cpp
   runtime/recorder.cpp
@@ -44,9 +46,9 @@ add_library(
   runtime/replay.cpp
   runtime/runtime.cpp
   runtime/shards_in_place.cpp
+  runtime/state_offload.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
-  runtime/host_copies.cpp
   runtime/tensor_text.cpp
   runtime/timeline.cpp
   runtime/unsettled.cpp
@@ -62,7 +64,8 @@ target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
 Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/direct_calls.cpp bindings/inference_call.cpp
-                   bindings/replay.cpp bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp)
+                   bindings/replay.cpp bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp
+                   bindings/state_offload.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)

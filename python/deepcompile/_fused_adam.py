@@ -63,13 +63,16 @@ _STEPS = {kind: _inside_of_hooks(kind.step) for kind in (torch.optim.Adam, torch
 def _is_plain(optimizer: Any) -> bool:
     """True where nobody else looks at the step, and all of it is one kernel's work."""
     kind = type(optimizer)
+    return kind in _STEPS and _inside_of_hooks(kind.step) is _STEPS[kind] and is_unobserved(optimizer)
+
+
+def is_unobserved(optimizer: Any) -> bool:
+    """True where nobody else could notice how often ``optimizer.step()`` is called, and with what."""
     replaced = optimizer.__dict__.get("step")
     # A scheduler's only notes the call.
-    noted = getattr(replaced, "_wrapped_by_lr_sched", False) and replaced.__wrapped__ is kind.step
+    noted = getattr(replaced, "_wrapped_by_lr_sched", False) and replaced.__wrapped__ is type(optimizer).step
     return (
-        kind in _STEPS
-        and _inside_of_hooks(kind.step) is _STEPS[kind]
-        and (replaced is None or noted)
+        (replaced is None or noted)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and _shard_aware_torch.are_the_only_hooks()
@@ -99,8 +102,9 @@ class _Layout:
     batches: list[_Batch]
 
 
-#: Where an optimizer keeps its layout: what points from there back to the optimizer is found by the collector of cycles.
-_LAYOUT = "_deepcompile_layout"
+#: Where an optimizer keeps its layouts, by the first of the parameters that it was stepped with (pieces of all of them,
+#: where states are offloaded): what points from there back to the optimizer is found by the collector of cycles.
+_LAYOUTS = "_deepcompile_layouts"
 
 
 def _updates(optimizer: Any) -> list[_Update] | None:
@@ -114,14 +118,16 @@ def _updates(optimizer: Any) -> list[_Update] | None:
     missing = [[place for place, gradient in enumerate(own) if gradient is None] for own in gradients]
     params = [list(map(id, group["params"])) for group in optimizer.param_groups]
     key = params, missing, list(map(id, optimizer.state))
-    layout = optimizer.__dict__.get(_LAYOUT)
+    layouts = optimizer.__dict__.setdefault(_LAYOUTS, {})
+    first = next((param for own in params for param in own), None)
+    layout = layouts.get(first)
     if layout is None or layout.key != key:
         batches = _batches(optimizer, gradients)
         if batches is None:
             return None
         _shard_aware_torch.before_update(optimizer)
         layout = _Layout(key, [list(group["params"]) for group in optimizer.param_groups], batches)
-        setattr(optimizer, _LAYOUT, layout)
+        layouts[first] = layout
     states = list(optimizer.state.values())
     updates = [
         _Update(
@@ -132,7 +138,7 @@ def _updates(optimizer: Any) -> list[_Update] | None:
         for batch in layout.batches
     ]
     if not all(update.fits() for update in updates):
-        delattr(optimizer, _LAYOUT)
+        del layouts[first]
         return None
     return updates
 
@@ -172,4 +178,4 @@ def _batches(optimizer: Any, gradients: list[list[Any]]) -> list[_Batch] | None:
     return list(found.values()) if len({device for _, _, device in found}) <= 1 else None
 
 
-__all__ = ["step"]
+__all__ = ["is_unobserved", "step"]

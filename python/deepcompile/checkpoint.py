@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile.safetensors import save_safetensors
+from deepcompile.state_offload import as_large
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
@@ -47,8 +48,14 @@ class _Flat:
     """Shards as distributed tensors over the group."""
 
     def __init__(self, sharding: Sharding) -> None:
-        self._rank, self._world = sharding.rank, sharding.world
-        self._mesh = DeviceMesh.from_group(sharding.group, sharding.runtime.device.type)
+        self._group, self._rank, self._world = sharding.group, sharding.rank, sharding.world
+        self._meshes: dict[str, DeviceMesh] = {}
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        """States that are offloaded are saved from, and loaded into, host memory."""
+        if device.type not in self._meshes:
+            self._meshes[device.type] = DeviceMesh.from_group(self._group, device.type)
+        return self._meshes[device.type]
 
     def of(self, sharded: ShardedParam, shard: torch.Tensor) -> DTensor:
         """The shard's elements without padding, in place; of one that the user has laid out in another way, a copy."""
@@ -56,7 +63,7 @@ class _Flat:
         valid = max(0, min(size, sharded.numel - self._rank * size))
         return DTensor.from_local(
             shard.detach().reshape(-1)[:valid],
-            self._mesh,
+            self._mesh(shard.device),
             [Shard(0)],
             run_check=False,
             shape=torch.Size([sharded.numel]),
@@ -84,14 +91,15 @@ def save_checkpoint(
     flat = _Flat(sharding)
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
     tensors |= {f"buffer/{n}": value for n, value in engine.module.named_buffers()}
+    if sharding.offload is not None:
+        sharding.runtime.states.settle()
     states: dict[str, dict[str, Any]] = {}
     for sharded in sharding.params:
-        for slot, value in _optimizer_state(engine, sharded).items():
-            # The number of steps is a number, also of a parameter that is one.
-            if isinstance(value, torch.Tensor) and value.shape == sharded.param.shape and slot != "step":
-                tensors[f"optimizer/{sharded.name}/{slot}"] = flat.of(sharded, value)
-            else:
-                states.setdefault(sharded.name, {})[slot] = value
+        state = _optimizer_state(engine, sharded)
+        large = as_large(sharded.param, state)
+        tensors |= {f"optimizer/{sharded.name}/{slot}": flat.of(sharded, value) for slot, value in large.items()}
+        numbers = {slot: value for slot, value in state.items() if slot not in large}
+        states |= {sharded.name: numbers} if numbers else {}
     with _quietly():
         save(tensors, checkpoint_id=unfinished, process_group=sharding.group)
     torch.save(torch.get_rng_state(), unfinished / f"random-{sharding.rank}.pt")
@@ -221,7 +229,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
             engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
             state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
             for key in (key for key in metadata if key.startswith(prefix)):
-                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype)
+                there = sharded.param.device if sharding.offload is None else torch.device("cpu")
+                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, device=there)
                 state[key.removeprefix(prefix)] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
             numbers = facts["optimizer"]["states"].get(sharded.name, {})

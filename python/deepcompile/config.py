@@ -34,6 +34,12 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass
+class OffloadConfig:
+    #: "cpu": all of it lies in host memory but while it is needed.
+    device: Literal["none", "cpu"] = "none"
+
+
+@dataclasses.dataclass
 class ZeroConfig:
     #: 1 shards optimizer states, 2 gradients too, 3 parameters too.
     stage: int = 3
@@ -46,6 +52,8 @@ class ZeroConfig:
     gather_at_one_rank: bool = False
     #: Class or module names whose parameters every rank gathers at entry, whatever the routing.
     leaf_modules: list[str] = dataclasses.field(default_factory=list)
+    #: The optimizer's states, which are updated on the device, some of them at a time.
+    offload_optimizer: OffloadConfig | None = None
 
 
 @dataclasses.dataclass
@@ -62,6 +70,8 @@ class CompileConfig:
     replan_factor: float = 1.5
     #: Steps whose median is compared.
     replan_steps: int = 20
+    #: The planner moves as many of the optimizer's states to host memory, for as long, as ``memory_budget`` asks for.
+    offload_opt_states: bool = False
     dynamic: bool | None = None
     fullgraph: bool = False
 
@@ -132,6 +142,15 @@ class Config:
     def compute_dtype(self) -> torch.dtype | None:
         """What gathers cast to; None: the parameters' own dtype."""
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
+
+    @property
+    def offloads_states(self) -> bool:
+        return self.offloads_all_states or self.compile.offload_opt_states
+
+    @property
+    def offloads_all_states(self) -> bool:
+        section = self.zero_optimization.offload_optimizer
+        return section is not None and section.device == "cpu"
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -352,6 +371,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "FP16Config",
+    "OffloadConfig",
     "OptimizerConfig",
     "ZeroConfig",
     "accumulation_steps",

@@ -240,6 +240,16 @@ class Runtime:
         """Of :meth:`stats`: how long the host was blocked in waits so far."""
         return self._native.wait_seconds()
 
+    @property
+    def states(self) -> _C.StateOffload:
+        """An optimizer's states, between the device and the host."""
+        return self._native.states
+
+    @property
+    def host_is_apart(self) -> bool:
+        """Whether what moves to the host leaves the device's memory."""
+        return self._native.host_is_apart
+
     def cleanup(self) -> None:
         """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
         _saved_tensors.switch_off()

@@ -32,6 +32,12 @@ WITHOUT_EFFECT: dict[Path, str] = {
     ("zero_optimization", "stage3_allgather_sequential"): "the planner decides",
     ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): "engine.save_16bit_model always gathers",
     ("zero_optimization", "sub_group_size"): "the optimizer steps as a whole",
+    ("zero_optimization", "offload_optimizer", "nvme_path"): "states are moved to host memory",
+    ("zero_optimization", "offload_optimizer", "pin_memory"): "host memory for states is always pinned",
+    ("zero_optimization", "offload_optimizer", "buffer_count"): "three parts of the states are on the device at a time",
+    ("zero_optimization", "offload_optimizer", "fast_init"): "states are made by the optimizer",
+    ("zero_optimization", "offload_optimizer", "pipeline_read"): "copies always run beside updates",
+    ("zero_optimization", "offload_optimizer", "pipeline_write"): "copies always run beside updates",
     ("zero_optimization", "round_robin_gradients"): "every parameter is spread over all ranks",
     ("zero_optimization", "ignore_unused_parameters"): "parameters without a gradient are always allowed",
     ("zero_optimization", "memory_efficient_linear"): "weights are gathered again and never saved",
@@ -54,9 +60,10 @@ WITHOUT_EFFECT: dict[Path, str] = {
 
 #: Keys that are understood and not supported, with what to do instead.
 UNSUPPORTED: dict[Path, str] = {
-    ("zero_optimization", "offload_optimizer"): "optimizer states stay on the device in this version",
     ("zero_optimization", "offload_param"): "parameters stay on the device in this version",
-    ("zero_optimization", "cpu_offload"): "optimizer states stay on the device in this version",
+    ("zero_optimization", "cpu_offload"): 'write "offload_optimizer": {"device": "cpu"}',
+    ("zero_optimization", "offload_optimizer", "ratio"): "all states are moved; compile.offload_opt_states moves some",
+    ("zero_optimization", "offload_optimizer", "super_offload"): "states are updated on the device",
     ("zero_optimization", "cpu_offload_param"): "parameters stay on the device in this version",
     ("zero_optimization", "zero_hpz_partition_size"): "secondary partitions are not part of this version",
     ("zero_optimization", "zero_quantized_weights"): "gathers are not quantized in this version",
@@ -66,9 +73,8 @@ UNSUPPORTED: dict[Path, str] = {
         "zero_optimization",
         "mics_shard_size",
     ): "sharding over part of the ranks is not part of this version; pass a group",
-    ("zero_optimization", "zenflow"): "optimizer states stay on the device in this version",
+    ("zero_optimization", "zenflow"): "states are updated on the device",
     ("compile", "offload_activation"): "activations stay on the device in this version",
-    ("compile", "offload_opt_states"): "optimizer states stay on the device in this version",
     ("compile", "offload_parameters"): "parameters stay on the device in this version",
     ("compile", "symmetric_memory"): "it needs a CUDA build",
     ("compile", "passes"): "the planner decides; config key 'compile.strategy' chooses among its strategies",
@@ -98,6 +104,7 @@ _NEUTRAL: dict[Path, Any] = {
     ("zero_optimization", "zero_hpz_partition_size"): 1,
     ("zero_optimization", "mics_shard_size"): -1,
     ("gradient_predivide_factor",): 1.0,
+    ("zero_optimization", "offload_optimizer", "ratio"): 1.0,
 }
 
 

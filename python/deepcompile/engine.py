@@ -27,6 +27,7 @@ from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
 from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding, sharding_of
+from deepcompile.state_offload import StateOffload
 
 _log = logging.getLogger("deepcompile")
 
@@ -59,6 +60,8 @@ class Engine(EngineSurface):
         self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
         if self.sharding.lets_gradients_go:
             self.sharding.runtime.let_gradients_go()
+        if optimizer is not None and config.offloads_states and self.sharding.runtime.host_is_apart:
+            self.sharding.offload = StateOffload(self.sharding, optimizer)
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
@@ -102,6 +105,8 @@ class Engine(EngineSurface):
         training = torch.is_grad_enabled() and trains
         if training:
             self._begin_step()
+            if self.sharding.offload is not None:
+                self.sharding.offload.start_forward(self.is_gradient_accumulation_boundary())
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
             if training:
@@ -181,12 +186,17 @@ class Engine(EngineSurface):
         taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
-            _fused_adam.step(self.optimizer)
+            if self.sharding.offload is not None:
+                self.sharding.offload.update()
+            else:
+                _fused_adam.step(self.optimizer)
             self._clipping.done(self.optimizer)
             self.steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
+            if self.sharding.offload is not None:
+                self.sharding.offload.skip()
             self._skip()
         self.zero_grad()
         self.drift.stop()
@@ -201,6 +211,8 @@ class Engine(EngineSurface):
             self._in_step = True
             self.sharding.steps_begun += 1
             self.times.begin(self.sharding.runtime.wait_seconds())
+            if self.sharding.offload is not None:
+                self.sharding.offload.begin_step()
             self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()

@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from deepcompile.agreement import Agreement
 from deepcompile.config import LEAST
 from deepcompile.prefetch_limit import limit_prefetch
 from deepcompile.segments import Segments, cut, structure_hash
+from deepcompile.state_offload import estimated_bytes
 from deepcompile.step_plan import (
     BACKWARD,
     FORWARD,
@@ -40,8 +41,8 @@ _SOCKETS = "inside latency=100us bandwidth=1GB"
 _SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
 #: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
 _BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
-#: The runtime does not offload yet.
-_NO_OFFLOAD = "offload no\n"
+#: What the runtime offloads: states, where an engine asks for it.
+_OFFLOAD_NOTHING, _OFFLOAD_STATES = "offload no\n", "offload states\n"
 
 
 def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
@@ -50,7 +51,20 @@ def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
         slowdown = _INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE
         link = _SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS
         text = f"machine this like 2xcpu\n{link}\nslowdown {slowdown}\n"
-    return planner.Machine(f"{text}{_NO_OFFLOAD}devices {max(1, sharding.world)}\n")
+    moves_states = sharding.offload is not None and sharding.offload.planned
+    offload = _OFFLOAD_STATES if moves_states else _OFFLOAD_NOTHING
+    return planner.Machine(f"{text}{offload}devices {max(1, sharding.world)}\n")
+
+
+def _that_offloads_nothing(machine: planner.Machine) -> planner.Machine:
+    other = machine.text.replace(_OFFLOAD_STATES, _OFFLOAD_NOTHING)
+    return machine if other == machine.text else planner.Machine(other)
+
+
+def _bytes_on_device(pieces: list[list[ShardedParam]]) -> Iterator[int]:
+    """Of states, while each piece is updated: its own, those that arrive and those that leave."""
+    sizes = [0, *(sum(map(estimated_bytes, piece)) for piece in pieces), 0]
+    return (sum(sizes[index : index + 3]) for index in range(len(pieces)))
 
 
 #: How a rank says that it has no plan; the reason follows.
@@ -136,16 +150,18 @@ class StepPlanner:
     def _facts_of(self, sharded: ShardedParam) -> ParamFacts:
         param, stays = sharded.param, sharded.persistent or sharded.leaf
         if not param.requires_grad:
-            return ParamFacts(param.nbytes, 0, 0, stays)
+            return ParamFacts(param.nbytes, 0, 0, stays, id=sharded.id)
+        offload = self._sharding.offload
         sums_in = self._sharding.sum_dtype(param)
         travels_in = self._config.reduce_dtype or sums_in
         return ParamFacts(
             shard_bytes=param.nbytes,
             grad_bytes=sharded.numel * travels_in.itemsize,
-            state_bytes=2 * param.nbytes,
+            state_bytes=0 if offload is not None and not offload.planned else estimated_bytes(sharded),
             stays=stays,
             sum_bytes=param.numel() * sums_in.itemsize,
             cast_bytes=0 if travels_in == sharded.read_dtype else sharded.numel * sharded.read_dtype.itemsize,
+            id=sharded.id,
         )
 
     def _agree_on_budget(self) -> int:
@@ -197,6 +213,11 @@ class StepPlanner:
         keeps = not step.trains or recorded is not None or self._may_keep(step)
         # Where the plan is of one of several micro-batches the sums of the earlier ones are there from its start.
         of_all = (self._config.gradient_accumulation_steps or 1) == 1 or (keeps and recorded is None)
+        offload = self._sharding.offload
+        pieces = offload.pieces if offload is not None and step.trains and recorded is None else []
+        # A part of a model does not know where the others' states are.
+        moves_states = offload is not None and offload.planned and bool(pieces) and self.holds_model(step)
+        machine = recorded.machine if recorded else self.machine
         inputs = Inputs(
             step.name,
             step.graphs,
@@ -205,10 +226,13 @@ class StepPlanner:
             step.seconds,
             step.saved,
             step.update_seconds,
-            recorded.machine if recorded else self.machine,
+            machine if moves_states else _that_offloads_nothing(machine),
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
             self._sharding.lets_gradients_go and of_all,
+            tuple(tuple(sharded.name for sharded in piece) for piece in pieces),
+            tuple(_bytes_on_device(pieces)) if offload is not None and not offload.planned else (),
+            moves_states,
         )
         try:
             if recorded:

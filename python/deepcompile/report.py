@@ -98,10 +98,21 @@ def explain(engine: Engine) -> Explanation:
             f"{_bytes(held)} of {_bytes(sum(s.numel * s.param.element_size() for s in sharding.params))}",
         )
     )
+    if engine.config.offloads_states:
+        rows.append(("optimizer states", _states(engine)))
     rows.append(("gathered at most", _bytes(stats["gathered_bytes_peak"])))
     rows.append(("steps", f"{engine.steps} taken, {engine.skipped_steps} skipped"))
     words = step.plan.planned.explain(20) if step is not None and step.plan is not None else ""
     return Explanation(rows, graph.explain().plan if graph is not None else words)
+
+
+def _states(engine: Engine) -> str:
+    offload = engine.sharding.offload
+    if offload is None:
+        return "in host memory, which is where the model is" if engine.optimizer is not None else "no optimizer"
+    stats = engine.stats()
+    moved = f"{_bytes(stats['bytes_offloaded'])} to the host and {_bytes(stats['bytes_reloaded'])} back so far"
+    return f"{offload.words()}; {moved}"
 
 
 def _precision(engine: Engine) -> str:

@@ -26,6 +26,7 @@ _ops = torch.ops.dc
 GATHER = _ops.gather_shard.default
 REDUCE = _ops.reduce_shard.default
 PREFETCH = _ops.prefetch_shards.default
+MOVE_STATES = _ops.move_states.default
 
 #: Parameters of up to this many bytes are small, if they are also much smaller than the largest.
 SMALL_BYTES = 64 * 1024

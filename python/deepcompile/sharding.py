@@ -28,6 +28,7 @@ from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
     from deepcompile.planning import CompiledCall, StepPlanner
+    from deepcompile.state_offload import StateOffload
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -88,6 +89,8 @@ class Sharding:
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         #: Whether memory for gradients is taken when they come, and goes with the update: an engine's choice.
         self.lets_gradients_go = False
+        #: Moves the optimizer's states to the host and back: an engine's choice.
+        self.offload: StateOffload | None = None
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine
         #: Runs of compiled graphs that train, while somebody wants to know of them.

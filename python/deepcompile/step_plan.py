@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.live_memory import storages, tensor_bytes
-from deepcompile.segments import GATHER, PREFETCH, Segments, cut, name_of
+from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, Segments, cut, name_of
+from deepcompile.state_offload import Moves, Schedule
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -25,6 +26,7 @@ class ParamFacts:
     stays: bool  # gathered from update to update, whatever the plan
     sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
     cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
+    id: int = -1  # by which the runtime knows it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Launch:
 class GraphPlan:
     takes: tuple[Take, ...]
     launches: tuple[Launch, ...]
+    #: Of the optimizer's states, each before a segment.
+    moves: tuple[tuple[int, Moves], ...] = ()
 
 
 @dataclasses.dataclass
@@ -67,6 +71,8 @@ class StepPlan:
     #: Gradients that are reduced together, in the order of the reductions.
     reductions: tuple[tuple[str, ...], ...] = ()
     reductions_in_flight: int = 2  # at most, at any time
+    #: Of the optimizer's states; None where the plan does not know where they are.
+    states: Schedule | None = None
 
     @property
     def hash(self) -> str:
@@ -89,11 +95,13 @@ def step_graph_text(
     micro_batches: int = 1,
     kept: Iterable[str] = (),
     late_gradients: bool = False,
+    pieces: Sequence[Sequence[str]] = (),
+    piece_workspace: Sequence[int] = (),
 ) -> str:
     """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
     it, backward segment that reads it last); ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
     all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
-    update.
+    update; ``pieces``: parameters that are updated together, where they are not all, with the bytes that each needs beside.
     """
     lines = [f"graph {name}", f"world {world}", "stage 3"]
     params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
@@ -131,11 +139,18 @@ def step_graph_text(
                 workspace = segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
                 line += f" workspace={workspace}B" if workspace else ""
                 lines.append(line)
-    if updated:
-        line = f"node update optimizer time={_nanoseconds(update_seconds)}ns updates={','.join(updated)}"
-        line += f" makes={','.join(reduced)}" if reduced else ""
-        there = [f"gradient:{p}" for p in updated if late_gradients and f"gradient:{p}" not in reduced]
-        lines.append(line + (f" reads={','.join(there)}" if there else ""))
+    cut_up = [[param for param in piece if param in updated] for piece in pieces] or [updated]
+    everything = sum(facts[param].shard_bytes for param in updated) or 1
+    for index, piece in enumerate(cut_up if updated else ()):
+        share = sum(facts[param].shard_bytes for param in piece) / everything
+        line = f"node {update_name(index, len(cut_up))} optimizer time={_nanoseconds(update_seconds * share)}ns"
+        line += f" updates={','.join(piece)}" if piece else ""
+        line += f" makes={','.join(reduced)}" if reduced and index == 0 else ""
+        if late_gradients and index == len(cut_up) - 1:  # all go when all are updated
+            there = [f"gradient:{p}" for p in updated if index > 0 or f"gradient:{p}" not in reduced]
+            line += f" reads={','.join(there)}" if there else ""
+        line += f" workspace={piece_workspace[index]}B" if piece_workspace else ""
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
@@ -145,6 +160,10 @@ def _suffix(micro: int) -> str:
 
 def node_name(phase: str, index: int, micro: int = 0) -> str:
     return f"{phase[0]}{index}{_suffix(micro)}"
+
+
+def update_name(piece: int, pieces: int) -> str:
+    return f"update{piece}" if pieces > 1 else "update"
 
 
 def _has_gradient(segments: Segments, param: str) -> bool:
@@ -200,14 +219,51 @@ def placed_gathers(
     return position, launches, intervals
 
 
+_STATE = "state:"
+
+
+def placed_moves(planned: planner.Plan, nodes: Sequence[str], facts: Mapping[str, ParamFacts]) -> list[Moves]:
+    """What the plan does to the optimizer's states before each of the nodes, and behind the last."""
+    found: list[dict[str, list[int]]] = [{"leave": [], "let_go": [], "fetch": []} for _ in range(len(nodes) + 1)]
+    position = {node: number for number, node in enumerate(nodes)}
+    leaving: dict[int | None, list[int]] = {}  # by operation
+    following = 0
+    for kind, node, operation, items in planned.instructions:
+        states = [facts[item.removeprefix(_STATE)].id for item in items if item.startswith(_STATE)]
+        if kind in ("compute", "optimizer"):
+            following = position[node] + 1
+        elif kind == "offload":
+            leaving[operation] = states
+            found[following]["leave"] += states
+        elif kind == "reload":
+            found[following]["fetch"] += states
+        elif kind == "wait":
+            found[following]["let_go"] += leaving.pop(operation, [])
+    return [Moves(**{name: tuple(ids) for name, ids in moves.items()}) for moves in found]
+
+
+def state_schedule(moves: Sequence[Moves], updates: Sequence[Moves]) -> Schedule:
+    """``moves``: of the whole step, in order; ``updates``: those of them that are around the update."""
+    first: dict[int, str] = {}
+    for one in moves:
+        for name in ("leave", "fetch"):
+            for state in getattr(one, name):
+                first.setdefault(state, name)
+    on_host = tuple(state for state, name in first.items() if name == "fetch")
+    return Schedule(tuple(updates), on_host, frozenset(first), planned=True)
+
+
 def step_plan(
     text: str,
     planned: planner.Plan,
     graphs: Mapping[str, Segments],
     facts: Mapping[str, ParamFacts],
     kept: frozenset[str] = frozenset(),
+    pieces: int = 0,
 ) -> StepPlan:
-    """Reads the plan of one micro-batch as what each graph does."""
+    """Reads the plan of one micro-batch as what each graph does. ``pieces`` of an update around which the optimizer's states
+    move; 0 where they do not.
+    """
     position, launches, intervals = placed_gathers(planned, graphs)
     order = range(len(position))
     takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
@@ -227,19 +283,28 @@ def step_plan(
                     keep = later and any(param in s.uses for s in graphs[BACKWARD].segments)
                     # One that came from the forward is there already; nothing is waited for.
                     takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
+    moves: list[Moves] = []
+    if pieces:
+        updates = [update_name(index, pieces) for index in range(pieces)]
+        moves = placed_moves(planned, [*position, *updates], facts)
     result = {}
     for phase, segments in graphs.items():
         base = position[f"{phase[0]}0"]
+        states = enumerate(moves[base : base + len(segments.segments)])
         own = [
             Launch(where - base, params)
             for where, params in launches
             if base <= where < base + len(segments.segments) and params
         ]
         together = _taken_together(takes[phase], own)
-        result[phase] = GraphPlan(tuple(together), tuple(_worthwhile(own, together)))
+        result[phase] = GraphPlan(
+            tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
+        )
     reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
     found = StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
     found.reductions_in_flight = _most_in_flight(planned)
+    if pieces:
+        found.states = state_schedule(moves, moves[len(position) :])
     return found
 
 
@@ -314,6 +379,7 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
     new._codegen = copy.deepcopy(old._codegen)
     environment: dict[fx.Node, fx.Node] = {}
     current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
+    pinned = {"val": None, "deepcompile_pinned": True, "partitioner_tag": "is_forward"}
 
     def value(node: fx.Node) -> fx.Node:
         if node not in environment:  # computed only from gathers: where it is used first, from the current take
@@ -324,13 +390,18 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
         return environment[node]
 
     def begin(index: int) -> None:
+        for segment, moves in graph_plan.moves:
+            if segment == index:
+                graph_id = next(iter(shards.values())).args[1]
+                node = new.call_function(MOVE_STATES, (graph_id, *map(list, (moves.leave, moves.let_go, moves.fetch))))
+                node.meta = dict(pinned)
         for launch in graph_plan.launches:
             if launch.segment == index:
                 gathers = [shards[param] for param in launch.params if param in shards]
                 arguments = [environment[g.args[0]] for g in gathers]
                 dtypes = [segments.params[name_of(g)].dtype for g in gathers]
                 node = new.call_function(PREFETCH, (arguments, gathers[0].args[1], dtypes))
-                node.meta = {"val": None, "deepcompile_pinned": True, "partitioner_tag": "is_forward"}
+                node.meta = dict(pinned)
         for take in graph_plan.takes:
             if take.segment == index:
                 gather = shards[take.param]
@@ -367,9 +438,11 @@ __all__ = [
     "Take",
     "node_name",
     "placed_gathers",
+    "placed_moves",
     "planned_graph",
     "saved_buffers",
     "step_graph_text",
     "step_plan",
+    "update_name",
     "without_keeping",
 ]

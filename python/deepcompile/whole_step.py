@@ -33,6 +33,11 @@ class Inputs:
     budget: int  # bytes; 0: the least that holds the step
     strategy: str
     late_gradients: bool = False  # see step_graph_text
+    #: Parameters that are updated together, where states are offloaded, and bytes of states that each piece needs beside what
+    #: the plan moves. ``moves_states``: the plan does.
+    pieces: tuple[tuple[str, ...], ...] = ()
+    piece_workspace: tuple[int, ...] = ()
+    moves_states: bool = False
 
     def plan(self, micro_batches: int, kept: Iterable[str] = (), later: bool = False) -> tuple[str, planner.Plan]:
         """``later``: gradients of earlier micro-batches are there already."""
@@ -47,6 +52,8 @@ class Inputs:
             micro_batches=micro_batches,
             kept=kept,
             late_gradients=self.late_gradients and not later,
+            pieces=self.pieces,
+            piece_workspace=self.piece_workspace,
         )
         graph = planner.StepGraph(text, self.name)
         budget = self.budget or planner.least_budget(graph, self.machine)
@@ -54,6 +61,11 @@ class Inputs:
         # for some of them only could not be followed.
         strategy = "planned" if self.strategy == "auto" and micro_batches > 1 else self.strategy
         return text, planner.plan(graph, self.machine, budget=budget, strategy=strategy)
+
+    def step_plan(self, text: str, planned: planner.Plan, kept: frozenset[str] = frozenset()) -> StepPlan:
+        """What each graph does by the plan of one micro-batch."""
+        pieces = len(self.pieces) if self.moves_states else 0
+        return step_plan(text, planned, self.graphs, self.facts, kept, pieces)
 
 
 def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
@@ -63,7 +75,7 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
     count = min(micro_batches, MOST_MICRO_BATCHES)
     text, planned = inputs.plan(count)
     if count == 1:
-        return step_plan(text, planned, inputs.graphs, inputs.facts)
+        return inputs.step_plan(text, planned)
     # Whatever stays from one micro-batch to the next takes memory beside all that the largest needs.
     kept = kept_over_micro_batches(planned, inputs.graphs) if inputs.budget else set()
     by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
@@ -76,7 +88,7 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
             if not by_size:
                 raise
             by_size = by_size[: len(by_size) // 2]
-    found = step_plan(text, micro, inputs.graphs, inputs.facts, frozenset(by_size))
+    found = inputs.step_plan(text, micro, frozenset(by_size))
     return dataclasses.replace(found, planned=planned, micro_batches=count)
 
 

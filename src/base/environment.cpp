@@ -48,6 +48,7 @@ Environment Environment::read() {
   readNumber("DEEPCOMPILE_STREAM_DELAY_US", environment.stream_delay_us, "microseconds");
   readChoice("DEEPCOMPILE_MALLOC", environment.malloc, {"tuned", "unchanged"});
   readChoice("DEEPCOMPILE_READ_IN_PLACE", environment.read_in_place, {"auto", "off"});
+  readChoice("DEEPCOMPILE_OFFLOAD", environment.offload, {"auto", "always"});
   readChoice("DEEPCOMPILE_SYMMETRIC_REDUCTIONS", environment.symmetric_reductions, {"auto", "always", "never"});
   return environment;
 }

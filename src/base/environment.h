@@ -36,6 +36,10 @@ struct Environment {
   // same, as they would on several hosts (docs/runtime.md).
   std::string read_in_place = "auto";
 
+  // DEEPCOMPILE_OFFLOAD = auto | always. Whether states are moved to the host where the device is the host itself: a
+  // copy for nothing, so that tests take the way of a device (docs/offload.md).
+  std::string offload = "auto";
+
   // DEEPCOMPILE_SYMMETRIC_REDUCTIONS = auto | always | never. With symmetric memory: whether gradients are reduced
   // through it, too; measured for each size when the runtime is made, or as this says (docs/cuda.md).
   std::string symmetric_reductions = "auto";

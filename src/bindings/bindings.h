@@ -11,5 +11,6 @@ void bindReplay(pybind11::module_& module);
 void bindRuntime(pybind11::module_& module);
 void bindSavedTensors(pybind11::module_& module);
 void bindShm(pybind11::module_& module);
+void bindStateOffload(pybind11::module_& module);
 
 }  // namespace dc

@@ -3,6 +3,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   dc::bindDirectCalls(module);
   dc::bindInferenceCall(module);
+  dc::bindStateOffload(module);  // before the runtime, which has one
   dc::bindRuntime(module);
   dc::bindReplay(module);
   dc::bindSavedTensors(module);

@@ -222,6 +222,8 @@ void bindRuntime(py::module_& module) {
             return spans;
           },
           "(kind, id, bytes, start, end) of what happened since the last call; nanoseconds of the steady clock.")
+      .def_property_readonly("states", &Runtime::states)
+      .def_property_readonly("host_is_apart", &Runtime::hostIsApart)
       .def("stats", &statsOf)
       .def("wait_seconds", &waitSeconds);
 

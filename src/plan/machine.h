@@ -26,6 +26,9 @@ struct Point {
   bool operator==(const Point&) const = default;
 };
 
+// What may leave the device.
+enum class Offload : std::uint8_t { Nothing, States, Everything };  // optimizer states; activations and shards too
+
 struct Machine {
   std::string name = "machine";
   int devices = 1;                    // ranks that share a node
@@ -34,7 +37,7 @@ struct Machine {
   Link between;                       // between nodes, per rank; latency per hop
   Link to_device;                     // host to device
   Link to_host;                       // device to host
-  bool offload = true;                // states, activations and shards may leave the device
+  Offload offload = Offload::Everything;
   bool shared_links = true;           // gathers and reductions that run at the same time share the bandwidth
   int slowdown = 0;                   // compute takes this many thousandths longer while a collective runs
   Nanos launch = 0;                   // host time to launch one node or collective

@@ -1,9 +1,15 @@
+#include <algorithm>
+#include <array>
+
 #include "deepcompile/base/error.h"
 #include "deepcompile/plan/machine.h"
 #include "deepcompile/plan/text.h"
 
 namespace dc::plan {
 namespace {
+
+// In the order of Offload.
+constexpr std::array<std::string_view, 3> kOffloads = {"no", "states", "yes"};
 
 const std::vector<std::string_view> kLines = {
     "machine",  "devices", "budget", "inside",           "between",     "to_device", "to_host", "shared_links",
@@ -115,12 +121,19 @@ Machine parseMachine(std::string_view text, const std::string& file) {
       machine.to_device = link(in, machine.to_device);
     } else if (key == "to_host") {
       machine.to_host = link(in, machine.to_host);
-    } else if (key == "offload" || key == "shared_links") {
+    } else if (key == "offload") {
+      const Word& word = value("yes, states or no");
+      const auto found = std::ranges::find(kOffloads, word.text);
+      if (found == kOffloads.end()) {
+        in.fail(word, concat("expected yes, states or no, found '", word.text, "'"));
+      }
+      machine.offload = static_cast<Offload>(found - kOffloads.begin());
+    } else if (key == "shared_links") {
       const Word& word = value("yes or no");
       if (word.text != "yes" && word.text != "no") {
         in.fail(word, concat("expected yes or no, found '", word.text, "'"));
       }
-      (key == "offload" ? machine.offload : machine.shared_links) = word.text == "yes";
+      machine.shared_links = word.text == "yes";
     } else if (key == "slowdown") {
       machine.slowdown = static_cast<int>(in.integer(value("thousandths"), 0, 100000));
     } else if (key == "launch") {
@@ -147,7 +160,7 @@ std::string print(const Machine& machine) {
       concat("machine ", machine.name, "\ndevices ", machine.devices, "\nbudget ", exactBytes(machine.budget), "\n");
   out += print("inside", machine.inside) + print("between", machine.between);
   out += print("to_device", machine.to_device) + print("to_host", machine.to_host);
-  out += concat("offload ", machine.offload ? "yes" : "no", "\n");
+  out += concat("offload ", kOffloads[static_cast<std::size_t>(machine.offload)], "\n");
   out += concat("shared_links ", machine.shared_links ? "yes" : "no", "\nslowdown ", machine.slowdown, "\nlaunch ",
                 exactNanos(machine.launch), "\nflops ", machine.flops, "\nmemory_bandwidth ",
                 exactBytes(machine.memory_bandwidth), "\nhost_update ", exactBytes(machine.host_update), "\n");

@@ -74,7 +74,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
       offload_stream_(makeStream("offload", copyMode())),
       reload_stream_(makeStream("reload", copyMode())),
-      host_copies_(std::make_shared<HostCopies>(device_, context_->config.offload_limit)) {
+      host_copies_(std::make_shared<HostCopies>(device_, context_->config.offload_limit)),
+      states_(std::make_shared<StateOffload>(device_, offload_stream_, reload_stream_, host_copies_, context_)) {
   if (device_.is_cpu()) {
     keepFreedMemory();
   }
@@ -96,6 +97,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
 std::shared_ptr<Stream> Runtime::makeStream(const char* name, CpuStreamMode cpu_mode) const {
   return device_.is_cpu() ? makeCpuStream(cpu_mode, name) : makeDeviceStream(device_, name, watchdog_);
 }
+
+bool Runtime::hostIsApart() const { return !device_.is_cpu() || Environment::read().offload == "always"; }
 
 std::shared_ptr<Watchdog> Runtime::makeWatchdog() {
   if (device_.is_cpu() || context_->size == 1) {

@@ -16,6 +16,7 @@
 #include "deepcompile/runtime/graph_table.h"
 #include "deepcompile/runtime/reduce_bucket.h"
 #include "deepcompile/runtime/registry.h"
+#include "deepcompile/runtime/state_offload.h"
 #include "deepcompile/runtime/watchdog.h"
 #include "deepcompile/runtime/z3_executor.h"
 
@@ -118,6 +119,9 @@ class Runtime {
   const Channels& channels() const { return channels_; }
   BufferPool& pool() { return *pool_; }
   const HostCopies& hostCopies() const { return *host_copies_; }
+  const std::shared_ptr<StateOffload>& states() const { return states_; }
+  // Whether moving states to the host frees memory of the device (or is to be done all the same, for tests).
+  bool hostIsApart() const;
   const std::shared_ptr<Stream>& reduceStream() const { return reduce_stream_; }
   const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& processGroup() const { return process_group_; }
@@ -159,6 +163,7 @@ class Runtime {
   std::shared_ptr<Stream> offload_stream_;
   std::shared_ptr<Stream> reload_stream_;
   const std::shared_ptr<HostCopies> host_copies_;
+  const std::shared_ptr<StateOffload> states_;
   std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;
   bool agreed_ = false;
   bool ran_forward_ = false;

@@ -2,11 +2,8 @@
 
 #include <utility>
 
-#include <ATen/Functions.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include "deepcompile/base/error.h"
-#include "deepcompile/runtime/async.h"
+#include "deepcompile/runtime/host_moves.h"
 
 namespace dc {
 
@@ -26,36 +23,24 @@ TensorOffload::Transfer& TensorOffload::find(const char* operation, std::int64_t
 }
 
 at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor host = copies_->take(tensor, *offload_stream_, context_->deadline());
+  Moved moved =
+      copyToHost(tensor, *offload_stream_, *copies_, *context_, [id] { return concat("offloading tensor ", id); });
   Transfer& transfer = transfers_[id];
   transfer.device = tensor.device();
+  transfer.offloaded = std::move(moved.done);
   transfer.reloading = false;
-  runDetached(
-      *offload_stream_, [id] { return concat("offloading tensor ", id); },
-      [to = HostCopies::inFlight(host), tensor] { to.tensor.copy_(tensor, true); });
-  transfer.offloaded = offload_stream_->record();
-  HostCopies::usedUntil(host, transfer.offloaded);
-  context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
-  return host;
+  return std::move(moved.tensor);
 }
 
 void TensorOffload::waitOffload(std::int64_t id) { context_->await(find("wait_offload", id).offloaded); }
 
 at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Transfer& transfer = find("reload_tensor", id);
-  at::Tensor tensor =
-      at::empty_like(host, host.options().device(transfer.device).requires_grad(false).pinned_memory(false));
-  reload_stream_->wait(transfer.offloaded, context_->deadline());
-  runDetached(
-      *reload_stream_, [id] { return concat("reloading tensor ", id); },
-      [from = HostCopies::inFlight(host), tensor] { tensor.copy_(from.tensor, true); });
-  transfer.reloaded = reload_stream_->record();
-  HostCopies::usedUntil(host, transfer.reloaded);
+  Moved moved = copyToDevice(host, transfer.device, transfer.offloaded, *reload_stream_, *context_,
+                             [id] { return concat("reloading tensor ", id); });
+  transfer.reloaded = std::move(moved.done);
   transfer.reloading = true;
-  context_->stats.bytes_reloaded.fetch_add(static_cast<std::int64_t>(tensor.nbytes()), std::memory_order_relaxed);
-  return tensor;
+  return std::move(moved.tensor);
 }
 
 void TensorOffload::waitReload(std::int64_t id) {

@@ -18,6 +18,7 @@ dc_test_by_file(
   runtime/reduction_order_test.cpp
   runtime/registry_test.cpp
   runtime/replay_test.cpp
+  runtime/state_offload_test.cpp
   runtime/stream_test.cpp
   runtime/tensor_offload_test.cpp
   runtime/tensor_text_test.cpp

@@ -29,7 +29,8 @@ Plan leaner(const Problem& problem, const Attempt& found, Nanos limit) {
   const std::vector<Bytes> needs = leastMemory(problem);
   Plan best = found.plan;
   Bytes high = memoryProfile(problem.graph, problem.usage, best).peak;
-  Bytes low = problem.cost.machine().offload || needs.empty() ? 0 : *std::max_element(needs.begin(), needs.end()) - 1;
+  const bool leaves = problem.cost.machine().offload != Offload::Nothing;
+  Bytes low = leaves || needs.empty() ? 0 : *std::max_element(needs.begin(), needs.end()) - 1;
   // Large graphs get fewer attempts, so that planning stays a matter of a second or two.
   std::size_t left = std::min<std::size_t>(400000 / (problem.graph.nodes.size() + 1), 400);
   constexpr int kAttempts = 40;

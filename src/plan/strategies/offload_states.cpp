@@ -38,7 +38,7 @@ MemoryTree memoryOf(const Problem& problem, const Schedule& schedule) {
 void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit, std::string_view strategy) {
   MemoryTree memory = memoryOf(problem, schedule);
   const auto slots = static_cast<Index>(problem.graph.nodes.size());
-  const Index last = problem.cost.machine().offload ? slots : 0;
+  const Index last = problem.cost.machine().offload != Offload::Nothing ? slots : 0;
   for (Index slot = 0; slot < last && memory.max(0, slots - 1) > limit; ++slot) {
     for (const Index param : problem.graph.nodes[slot].updates) {
       const Bytes state = problem.graph.params[param].state;

@@ -79,7 +79,7 @@ void ScheduleBuilder::requireFit() {
   const Bytes peak = memory_.max(0, slots_ - 1);
   if (slots_ > 0 && peak > problem_.budget) {
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
-    const bool leaves = problem_.cost.machine().offload;
+    const bool leaves = problem_.cost.machine().offload != Offload::Nothing;
     throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak, " bytes",
                              leaves ? " when all that can leave has left: " : ": ", usage_.gathered[at],
                              " for the gathered parameters that it uses, ", peak - usage_.gathered[at],

@@ -8,7 +8,8 @@ namespace dc::plan {
 // In order of what it costs: states cross the link twice in a step, activations twice in a
 // micro-batch, shards once for every gather.
 void ScheduleBuilder::planOffload() {
-  if (!problem_.cost.machine().offload) {
+  const Offload may_leave = problem_.cost.machine().offload;
+  if (may_leave == Offload::Nothing) {
     return;
   }
   const auto over = [&] { return slots_ > 0 && memory_.max(0, slots_ - 1) > problem_.budget; };
@@ -17,6 +18,9 @@ void ScheduleBuilder::planOffload() {
   }
   if (over()) {
     offloadStates(usage_.resident, true);
+  }
+  if (may_leave == Offload::States) {
+    return;
   }
   if (over() || settings_.make_room_each > 0) {
     offloadBuffers(settings_.make_room_each, over());

@@ -1,0 +1,214 @@
+"""Keeps an optimizer's states in host memory while its update does not need them.
+
+The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves. Which
+of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
+*planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on the
+host from update to update, whatever costs the least; the compiled graphs then start the moves (``dc::move_states``).
+
+Whatever the schedule does, a state is on the device when it is updated: the runtime sees to it (``state_offload.h``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepcompile import _fused_adam
+
+if TYPE_CHECKING:
+    from deepcompile.sharding import ShardedParam, Sharding
+
+#: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
+#: what saturates the way to the host.
+_PIECES, _LEAST_PIECE = 16, 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What happens to states at one point, in this order, by the ids of their parameters."""
+
+    leave: tuple[int, ...] = ()  # start to
+    let_go: tuple[int, ...] = ()  # are gone from here on
+    fetch: tuple[int, ...] = ()  # start to return
+
+    def __bool__(self) -> bool:
+        return bool(self.leave or self.let_go or self.fetch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """``updates``: the moves before each piece of the update, and those behind the last. ``on_host``: whose states are on the
+    host from update to update. ``moving``: who moves at all, here or in the graphs.
+    """
+
+    updates: tuple[Moves, ...]
+    on_host: tuple[int, ...]
+    moving: frozenset[int]
+    planned: bool = False
+
+
+def as_large(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The states of a parameter that have an element for each of its own. The number of steps is a number, also of a parameter
+    that is one.
+    """
+    return {
+        slot: value
+        for slot, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and slot != "step"
+    }
+
+
+def estimated_bytes(sharded: ShardedParam) -> int:
+    """Of a parameter's states: two of its size, as Adam has them."""
+    return 2 * sharded.param.nbytes
+
+
+class StateOffload:
+    """Moves the states of one engine's optimizer. The calls come from the engine."""
+
+    def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+        self._sharding, self._optimizer = sharding, optimizer
+        self._states = sharding.runtime.states
+        config = sharding.config
+        #: The planner decides, as long as it has a plan; otherwise all states move.
+        self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
+        #: What is updated together, in the order of the updates: the same on all ranks.
+        self.pieces = self._cut()
+        self._known: set[int] = set()  # whose states the runtime has
+        optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
+
+    def _cut(self) -> list[list[ShardedParam]]:
+        members = self._sharding.by_parameter()
+        trained = [
+            members[param]
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+            if param in members and param.requires_grad
+        ]
+        if not _steps_in_pieces(self._optimizer):
+            return [trained]
+        limit = max(_LEAST_PIECE, sum(map(estimated_bytes, trained)) // _PIECES)
+        found: list[list[ShardedParam]] = [[]]
+        size = 0
+        for sharded in trained:
+            if found[-1] and size + estimated_bytes(sharded) > limit:
+                found.append([])
+                size = 0
+            found[-1].append(sharded)
+            size += estimated_bytes(sharded)
+        return found
+
+    def start_forward(self, update_follows: bool) -> None:
+        """Of every micro-batch that trains."""
+        self._states.allow_returns(update_follows)
+
+    def begin_step(self) -> None:
+        """Before the first forward: states that came onto the device in another way, as from a checkpoint, leave it."""
+        self.pieces = self._cut()
+        self.learn(self._sharding.params)
+        self.skip()
+
+    def skip(self) -> None:
+        """In place of an update: who is on the host from update to update goes there."""
+        home = self._schedule().on_host
+        self._move(Moves(leave=home, let_go=home))
+
+    def update(self) -> None:
+        """``optimizer.step()``, and what moves around it."""
+        pieces, updates = self.pieces, self._schedule().updates
+        if not any(updates):  # all are on the device by then
+            pieces, updates = [[sharded for piece in pieces for sharded in piece]], (Moves(), Moves())
+        self._states.allow_returns(True)
+        parts = _by_piece(self._optimizer, pieces)
+        for piece, part, moves in zip(pieces, parts, updates, strict=False):
+            self._move(moves)
+            self._states.require([sharded.id for sharded in piece])
+            with _only(self._optimizer, part):
+                _fused_adam.step(self._optimizer)
+            self.learn(sharded for sharded in piece if sharded.id not in self._known)  # the first update makes them
+        self._move(updates[-1])
+
+    def learn(self, params: Iterable[ShardedParam]) -> None:
+        """Tells the runtime which tensors the optimizer has for states now."""
+        for sharded in params:
+            found = as_large(sharded.param, self._optimizer.state.get(sharded.param, {}))
+            self._states.set(sharded.id, list(found.values()), sharded.name)
+            (self._known.add if found else self._known.discard)(sharded.id)
+
+    def _move(self, moves: Moves) -> None:
+        for move, ids in (
+            (self._states.leave, moves.leave),
+            (self._states.let_go, moves.let_go),
+            (self._states.fetch, moves.fetch),
+        ):
+            if ids:
+                move(list(ids))
+
+    def _schedule(self) -> Schedule:
+        if self.planned:
+            step = self._sharding.planner.training_step()
+            found = step.plan.states if step is not None and step.plan is not None else None
+            if found is not None and len(found.updates) == len(self.pieces) + 1:
+                return found
+        return everything([tuple(sharded.id for sharded in piece) for piece in self.pieces])
+
+    def words(self) -> str:
+        """For the engine's explanation."""
+        schedule = self._schedule()
+        trained = sum(map(len, self.pieces))
+        if not schedule.moving:
+            return f"on the device; there is room for those of all {trained} parameters"
+        return (
+            f"those of {len(schedule.moving)} of {trained} parameters move, {'as planned' if schedule.planned else 'all of them'}; "
+            f"{len(schedule.on_host)} are on the host from update to update; updated in {len(self.pieces)} pieces"
+        )
+
+
+def everything(pieces: list[tuple[int, ...]]) -> Schedule:
+    """Each piece arrives while the one before it is updated, and leaves while the one behind it is."""
+    around = [(), (), *pieces, (), ()]  # around[i + 2] is piece i
+
+    def before(index: int) -> Moves:
+        first = around[index + 2] if index == 0 else ()
+        return Moves(leave=around[index + 1], let_go=around[index], fetch=(*first, *around[index + 3]))
+
+    updates = [before(index) for index in range(len(pieces))]
+    last, before_last = around[len(pieces) + 1], around[len(pieces)]
+    updates.append(Moves(leave=last, let_go=(*before_last, *last)))
+    home = tuple(i for piece in pieces for i in piece)
+    return Schedule(tuple(updates), home, frozenset(home))
+
+
+def _steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """PyTorch's own optimizers count steps for each parameter; others may count calls, and so may whoever looks at them."""
+    return type(optimizer).__module__.startswith("torch.optim.") and _fused_adam.is_unobserved(optimizer)
+
+
+def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]) -> list[list[list[Any]]]:
+    """For each piece its parameters by group; those of no piece (which have no shards) go with the last."""
+    piece_of = {id(sharded.param): index for index, piece in enumerate(pieces) for sharded in piece}
+    parts: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in pieces]
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            parts[piece_of.get(id(param), len(pieces) - 1)][index].append(param)
+    return parts
+
+
+@contextlib.contextmanager
+def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[None]:
+    """The optimizer's groups have these parameters alone."""
+    everything_ = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(optimizer.param_groups, part, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, everything_, strict=True):
+            group["params"] = params
+
+
+__all__ = ["Moves", "Schedule", "StateOffload", "as_large", "estimated_bytes", "everything"]

@@ -1,0 +1,153 @@
+#include "deepcompile/runtime/state_offload.h"
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include "deepcompile/base/error.h"
+
+namespace dc {
+
+StateOffload::StateOffload(at::Device device, std::shared_ptr<Stream> offload_stream,
+                           std::shared_ptr<Stream> reload_stream, std::shared_ptr<HostCopies> copies,
+                           std::shared_ptr<Context> context)
+    : device_(device),
+      offload_stream_(std::move(offload_stream)),
+      reload_stream_(std::move(reload_stream)),
+      copies_(std::move(copies)),
+      context_(std::move(context)) {}
+
+void StateOffload::set(std::int64_t id, std::vector<at::Tensor> tensors, std::string name) {
+  const std::lock_guard lock(context_->mutex);
+  const auto found = states_.find(id);
+  if (found != states_.end()) {
+    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+    if (std::ranges::equal(found->second.tensors, tensors, same)) {
+      return;
+    }
+    arrive(found->second);
+    states_.erase(found);
+  }
+  if (tensors.empty()) {
+    return;
+  }
+  const auto on_device = [this](const at::Tensor& tensor) { return tensor.device() == device_; };
+  const bool here = std::ranges::all_of(tensors, on_device);
+  check(here || std::ranges::none_of(tensors, on_device), [&] {
+    return concat("the optimizer's states of parameter '", name, "' are on ", tensors.front().device().str(),
+                  " and others on ", device_.str(), "; they move together (", context_->place, ")");
+  });
+  for (const at::Tensor& tensor : tensors) {
+    check(tensor.device() == device_ || tensor.device().is_cpu(), [&] {
+      return concat("an optimizer's state of parameter '", name, "' is on ", tensor.device().str(),
+                    ", which is neither ", device_.str(), " nor the host (", context_->place, ")");
+    });
+  }
+  states_.emplace(id, States{std::move(name), std::move(tensors), {}, here ? Place::Device : Place::Host});
+}
+
+void StateOffload::start(States& states, Place towards) {
+  std::vector<Moved> copies;  // where one of them fails, those before it are lost and the states stay what they are
+  for (const at::Tensor& tensor : states.tensors) {
+    const auto what = [verb = towards == Place::Leaving ? "offloading" : "reloading", name = states.name] {
+      return concat(verb, " the optimizer's states of parameter '", name, "'");
+    };
+    copies.push_back(towards == Place::Leaving
+                                ? copyToHost(tensor, *offload_stream_, *copies_, *context_, what)
+                                : copyToDevice(tensor, device_, Event(), *reload_stream_, *context_, what));
+  }
+  states.copies = std::move(copies);
+  states.place = towards;
+}
+
+void StateOffload::arrive(States& states, bool stay) {
+  if (states.copies.empty()) {
+    return;
+  }
+  for (const Moved& copy : states.copies) {
+    context_->await(copy.done);
+  }
+  const bool leaving = states.place == Place::Leaving;
+  if (!(leaving && stay)) {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < states.tensors.size(); ++i) {
+      states.tensors[i].set_data(states.copies[i].tensor);
+    }
+  }
+  states.copies.clear();
+  states.place = leaving && !stay ? Place::Host : Place::Device;
+}
+
+void StateOffload::leave(at::IntArrayRef ids) {
+  const std::lock_guard lock(context_->mutex);
+  for (const std::int64_t id : ids) {
+    const auto found = states_.find(id);
+    if (found != states_.end() && found->second.place == Place::Returning) {
+      found->second.copies.clear();
+      found->second.place = Place::Host;
+    } else if (found != states_.end() && found->second.place == Place::Device) {
+      start(found->second, Place::Leaving);
+    }
+  }
+}
+
+void StateOffload::letGo(at::IntArrayRef ids) {
+  const std::lock_guard lock(context_->mutex);
+  for (const std::int64_t id : ids) {
+    if (const auto found = states_.find(id); found != states_.end() && found->second.place == Place::Leaving) {
+      arrive(found->second);
+    }
+  }
+}
+
+void StateOffload::fetch(at::IntArrayRef ids) {
+  const std::lock_guard lock(context_->mutex);
+  for (const std::int64_t id : returns_allowed_ ? ids : at::IntArrayRef()) {
+    const auto found = states_.find(id);
+    if (found != states_.end() && found->second.place == Place::Host) {
+      start(found->second, Place::Returning);
+    }
+  }
+}
+
+void StateOffload::allowReturns(bool allowed) {
+  const std::lock_guard lock(context_->mutex);
+  returns_allowed_ = allowed;
+}
+
+void StateOffload::require(at::IntArrayRef ids) {
+  const std::lock_guard lock(context_->mutex);
+  for (const std::int64_t id : ids) {
+    const auto found = states_.find(id);
+    if (found == states_.end()) {
+      continue;
+    }
+    if (found->second.place == Place::Host) {
+      start(found->second, Place::Returning);
+    }
+    arrive(found->second, /*stay=*/true);
+  }
+}
+
+void StateOffload::settle() {
+  const std::lock_guard lock(context_->mutex);
+  for (auto& [_, states] : states_) {
+    arrive(states);
+  }
+  offload_stream_->synchronize(context_->deadline());
+}
+
+std::int64_t StateOffload::bytesAway() const {
+  const std::lock_guard lock(context_->mutex);
+  std::int64_t bytes = 0;
+  for (const auto& [_, states] : states_) {
+    for (const at::Tensor& tensor : states.place == Place::Host ? states.tensors : std::vector<at::Tensor>()) {
+      bytes += static_cast<std::int64_t>(tensor.nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace dc

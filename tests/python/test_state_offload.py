@@ -1,0 +1,229 @@
+"""Optimizer states that live on the host: the numbers are those of states that stay, and the device holds no more than said.
+
+On a CPU host and device are one memory; there states are copied to other memory all the same (``DEEPCOMPILE_OFFLOAD``), so that
+the same moves run as on a device.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+import deepcompile
+from deepcompile import state_offload
+from harness import STREAMS, only_on_cpu, run_ranks
+from models import Llama, Run, losses_with_engine
+
+ALWAYS = {"DEEPCOMPILE_OFFLOAD": "always"}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+def config(stage: int = 3, offload: bool = True, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, **(HOST if offload else {})}
+    return {"zero_optimization": zero, "timeout": 100, "compile": False, **more}
+
+
+def engine_of(run: Run, optimizer: str = "adamw") -> deepcompile.Engine:
+    state_offload._LEAST_PIECE = 1  # so that a small model has pieces
+    model = run.make()
+    return deepcompile.initialize(model, OPTIMIZERS[optimizer], run.config)
+
+
+def states_of(engine: deepcompile.Engine) -> list[torch.Tensor]:
+    assert engine.optimizer is not None
+    return [
+        value
+        for sharded in engine.sharding.params
+        for value in state_offload.as_large(sharded.param, engine.optimizer.state[sharded.param]).values()
+    ]
+
+
+def bytes_of_states(engine: deepcompile.Engine) -> int:
+    return sum(state.nbytes for state in states_of(engine))
+
+
+def trained(rank: int, run: Run, optimizer: str = "adamw") -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    engine = engine_of(run, optimizer)
+    losses = losses_with_engine(engine, rank, run)
+    return losses, deepcompile.full_state_dict(engine.module), engine
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def with_and_without(rank: int, world: int, optimizer: str, stage: int) -> None:
+    losses, parameters, _ = trained(rank, Run("llama", {}, config(stage, offload=False), steps=4), optimizer)
+    found, offloaded, engine = trained(rank, Run("llama", {}, config(stage), steps=4), optimizer)
+    assert found == losses
+    assert_same(offloaded, parameters)
+    assert len(engine.sharding.offload.pieces) > 3
+    every, stats = bytes_of_states(engine), engine.stats()
+    assert engine.sharding.runtime.states.bytes_away == every > 0
+    # Made on the device by the first update (Adagrad makes its states at once, which leave before it), and there for every
+    # other.
+    early = optimizer == "adagrad"
+    assert stats["bytes_offloaded"] == (4 + early) * every
+    assert stats["bytes_reloaded"] == (3 + early) * every
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_states_on_the_host_train_to_the_same_bits(optimizer: str, stream: str) -> None:
+    run_ranks(2, with_and_without, optimizer, 3, environment=ALWAYS | {"DEEPCOMPILE_CPU_STREAM": stream})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_they_do_under_every_stage_and_on_three_ranks(stage: int) -> None:
+    run_ranks(3, with_and_without, "adamw", stage, environment=ALWAYS)
+
+
+def test_they_do_on_one_rank() -> None:
+    run_ranks(1, with_and_without, "fused adamw", 3, environment=ALWAYS)
+
+
+def holds_three_pieces(rank: int, world: int) -> None:
+    engine = engine_of(Run("llama", {}, config()), "sgd")
+    engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(rank))))
+    engine.step()
+    engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(rank))))
+    states, every = engine.sharding.runtime.states, bytes_of_states(engine)
+    sizes = [sum(s.param.nbytes for s in piece) for piece in engine.sharding.offload.pieces]
+    here: list[int] = []
+    inner = engine.optimizer.step.__wrapped__
+
+    def step(self: Any, closure: Any = None) -> None:
+        here.append(every - states.bytes_away)  # leaving and returning counted in
+        inner(self, closure)
+
+    type(engine.optimizer).step = step
+    engine.step()
+    assert len(here) == len(sizes) > 3
+    assert here == [sum(sizes[max(0, i - 1) : i + 2]) for i in range(len(sizes))]
+
+
+def test_while_a_piece_is_updated_only_its_neighbours_are_on_the_device_with_it() -> None:
+    run_ranks(2, holds_three_pieces, environment=ALWAYS)
+
+
+def whole_loop(rank: int, world: int) -> None:
+    more = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
+    results = []
+    for offload in (False, True):
+        engine = engine_of(Run("llama", {}, config(offload=offload, **more)))
+        losses = []
+        for step in range(6):
+            loss = engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(step + 10 * rank)))
+            losses.append(loss.item())
+            engine.backward(loss * float("inf") if step == 3 and rank == 1 else loss)  # the second update is skipped
+            engine.step()
+        assert engine.skipped_steps == 1
+        results.append((losses, deepcompile.full_state_dict(engine.module)))
+        if offload:
+            assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine)
+            assert engine.stats()["bytes_reloaded"] == bytes_of_states(engine)  # not for the update that was skipped
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def test_accumulation_clipping_and_skipped_updates_are_as_without() -> None:
+    run_ranks(2, whole_loop, environment=ALWAYS)
+
+
+def goes_on(rank: int, world: int, folder: str, saves: bool, loads: bool) -> None:
+    run = Run("llama", {}, config(offload=False), steps=6)
+    expected, parameters, _ = trained(rank, run)
+    first = engine_of(Run("llama", {}, config(offload=saves)))
+    losses = losses_with_engine(first, rank, Run("llama", {}, {}, steps=3))
+    first.save_checkpoint(folder)
+    second = engine_of(Run("llama", {}, config(offload=loads)))
+    second.load_checkpoint(folder)
+    for step in range(3, 6):
+        loss = second(run.batch(rank, step, 0))
+        losses.append(loss.item())
+        second.backward(loss)
+        second.step()
+    assert losses == expected
+    assert_same(deepcompile.full_state_dict(second.module), parameters)
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_hold_states_wherever_they_are(tmp_path: pathlib.Path, saves: bool, loads: bool) -> None:
+    run_ranks(2, goes_on, str(tmp_path), saves, loads, environment=ALWAYS)
+
+
+def state_dicts(rank: int, world: int) -> None:
+    run = Run("llama", {}, config(offload=False), steps=3)
+    _, _, without = trained(rank, run)
+    _, _, engine = trained(rank, Run("llama", {}, config(), steps=3))
+    mine, other = engine.optimizer.state_dict(), without.optimizer.state_dict()
+    for key, state in other["state"].items():
+        for slot, value in state.items():
+            assert torch.equal(mine["state"][key][slot].cpu(), value.cpu())
+    engine.optimizer.load_state_dict(other)
+    continued = [losses_with_engine(each, rank, Run("llama", {}, {}, steps=2)) for each in (engine, without)]
+    assert continued[0] == continued[1]
+    assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine)
+
+
+def test_the_optimizers_state_dict_has_the_states_and_takes_others() -> None:
+    run_ranks(2, state_dicts, environment=ALWAYS)
+
+
+def watched(rank: int, world: int) -> None:
+    run = Run("llama", {}, config(), steps=3)
+    engine = engine_of(run)
+    calls: list[int] = []
+    engine.optimizer.register_step_post_hook(
+        lambda optimizer, *_: calls.append(sum(len(group["params"]) for group in optimizer.param_groups))
+    )
+    losses = losses_with_engine(engine, rank, run)
+    assert calls == [len(list(engine.module.parameters()))] * 3
+    assert losses == trained(rank, Run("llama", {}, config(offload=False), steps=3))[0]
+    assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine)
+
+
+def test_who_looks_at_the_optimizers_steps_sees_one_with_all_parameters() -> None:
+    run_ranks(2, watched, environment=ALWAYS)
+
+
+def frozen_later(rank: int, world: int) -> None:
+    results = []
+    for offload in (False, True):
+        run = Run("llama", {}, config(offload=offload), steps=2)
+        engine = engine_of(run)
+        losses = losses_with_engine(engine, rank, run)
+        shards = [sharded.param for sharded in engine.sharding.params]
+        for freeze in (True, False):
+            for shard in shards[::2]:
+                shard.requires_grad_(not freeze)
+            losses += losses_with_engine(engine, rank, run)
+        results.append((losses, deepcompile.full_state_dict(engine.module)))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def test_parameters_are_frozen_and_thawed_as_without() -> None:
+    run_ranks(2, frozen_later, environment=ALWAYS)
+
+
+def nothing_to_move(rank: int, world: int) -> tuple[str, int]:
+    _, _, engine = trained(rank, Run("llama", {}, config(), steps=2))
+    return str(engine.explain()), engine.stats()["bytes_offloaded"]
+
+
+@only_on_cpu("where the device is not the host, states move")
+def test_on_a_cpu_nothing_is_copied_and_the_explanation_says_why() -> None:
+    words, moved = run_ranks(2, nothing_to_move)[0]
+    assert moved == 0
+    assert "optimizer states" in words and "in host memory, which is where the model is" in words
