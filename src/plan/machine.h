@@ -31,12 +31,12 @@ enum class Offload : std::uint8_t { Nothing, States, Everything };  // optimizer
 
 struct Machine {
   std::string name = "machine";
-  int devices = 1;                    // ranks that share a node
-  Bytes budget = kLargest;            // device memory that a rank may use for training
-  Link inside;                        // between the ranks of a node, per rank; latency per hop
-  Link between;                       // between nodes, per rank; latency per hop
-  Link to_device;                     // host to device
-  Link to_host;                       // device to host
+  int devices = 1;          // ranks that share a node
+  Bytes budget = kLargest;  // device memory that a rank may use for training
+  Link inside;              // between the ranks of a node, per rank; latency per hop
+  Link between;             // between nodes, per rank; latency per hop
+  Link to_device;           // host to device
+  Link to_host;             // device to host
   Offload offload = Offload::Everything;
   bool shared_links = true;           // gathers and reductions that run at the same time share the bandwidth
   int slowdown = 0;                   // compute takes this many thousandths longer while a collective runs

@@ -16,8 +16,7 @@ struct Moved {
 };
 
 // Starts copying `tensor` into host memory. The copy reads `tensor` until it is done; `what` names it in errors.
-Moved copyToHost(const at::Tensor& tensor, Stream& stream, HostCopies& copies, Context& context,
-                 Stream::Describe what);
+Moved copyToHost(const at::Tensor& tensor, Stream& stream, HostCopies& copies, Context& context, Stream::Describe what);
 // Starts copying `host`, once `ready` has passed, into new memory on `device`, which is taken in the caller's order.
 Moved copyToDevice(const at::Tensor& host, at::Device device, const Event& ready, Stream& stream, Context& context,
                    Stream::Describe what);

@@ -55,8 +55,8 @@ void StateOffload::start(States& states, Place towards) {
       return concat(verb, " the optimizer's states of parameter '", name, "'");
     };
     copies.push_back(towards == Place::Leaving
-                                ? copyToHost(tensor, *offload_stream_, *copies_, *context_, what)
-                                : copyToDevice(tensor, device_, Event(), *reload_stream_, *context_, what));
+                         ? copyToHost(tensor, *offload_stream_, *copies_, *context_, what)
+                         : copyToDevice(tensor, device_, Event(), *reload_stream_, *context_, what));
   }
   states.copies = std::move(copies);
   states.place = towards;

@@ -6,6 +6,7 @@ the same moves run as on a device.
 
 from __future__ import annotations
 
+import copy
 import pathlib
 from typing import Any
 
@@ -170,7 +171,7 @@ def state_dicts(rank: int, world: int) -> None:
     for key, state in other["state"].items():
         for slot, value in state.items():
             assert torch.equal(mine["state"][key][slot].cpu(), value.cpu())
-    engine.optimizer.load_state_dict(other)
+    engine.optimizer.load_state_dict(copy.deepcopy(other))
     continued = [losses_with_engine(each, rank, Run("llama", {}, {}, steps=2)) for each in (engine, without)]
     assert continued[0] == continued[1]
     assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine)

@@ -60,7 +60,10 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       move.reload = slot;
       const bool over = memory_.max(0, slots_ - 1) > problem_.budget;
       move.reason = {over ? Why::OverBudget : Why::MakesRoom, state, 0};
-      if (offloaded < slot && memory_.max(0, offloaded - 1) <= problem_.budget) {
+      // It is there before it has left and after its update.
+      const bool fits_around =
+          memory_.max(0, offloaded - 1) <= problem_.budget && memory_.max(slot, slots_ - 1) <= problem_.budget;
+      if (offloaded < slot && fits_around) {
         move.offload = 0;
         move.offloaded = offloaded;
         memory_.add(offloaded, slot - 1, -state);
