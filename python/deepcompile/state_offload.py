@@ -1,9 +1,9 @@
 """Keeps an optimizer's states in host memory while its update does not need them.
 
-The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves. Which
-of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
-*planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on the
-host from update to update, whatever costs the least; the compiled graphs then start the moves (``dc::move_states``).
+The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves.
+Which of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
+*planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on
+the host from update to update, whatever costs the least; the compiled graphs then start the moves (``dc::move_states``).
 
 Whatever the schedule does, a state is on the device when it is updated: the runtime sees to it (``state_offload.h``).
 """
@@ -11,13 +11,13 @@ Whatever the schedule does, a state is on the device when it is updated: the run
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepcompile import _fused_adam
+from deepcompile.state_moves import Moves, Schedule, everything
 
 if TYPE_CHECKING:
     from deepcompile.sharding import ShardedParam, Sharding
@@ -27,33 +27,9 @@ if TYPE_CHECKING:
 _PIECES, _LEAST_PIECE = 16, 32 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Moves:
-    """What happens to states at one point, in this order, by the ids of their parameters."""
-
-    leave: tuple[int, ...] = ()  # start to
-    let_go: tuple[int, ...] = ()  # are gone from here on
-    fetch: tuple[int, ...] = ()  # start to return
-
-    def __bool__(self) -> bool:
-        return bool(self.leave or self.let_go or self.fetch)
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """``updates``: the moves before each piece of the update, and those behind the last. ``on_host``: whose states are on the
-    host from update to update. ``moving``: who moves at all, here or in the graphs.
-    """
-
-    updates: tuple[Moves, ...]
-    on_host: tuple[int, ...]
-    moving: frozenset[int]
-    planned: bool = False
-
-
 def as_large(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The states of a parameter that have an element for each of its own. The number of steps is a number, also of a parameter
-    that is one.
+    """The states of a parameter that have an element for each of its own. The number of steps is a number, also of a
+    parameter that is one.
     """
     return {
         slot: value
@@ -162,25 +138,11 @@ class StateOffload:
         trained = sum(map(len, self.pieces))
         if not schedule.moving:
             return f"on the device; there is room for those of all {trained} parameters"
+        how = "as planned" if schedule.planned else "all of them"
         return (
-            f"those of {len(schedule.moving)} of {trained} parameters move, {'as planned' if schedule.planned else 'all of them'}; "
+            f"those of {len(schedule.moving)} of {trained} parameters move, {how}; "
             f"{len(schedule.on_host)} are on the host from update to update; updated in {len(self.pieces)} pieces"
         )
-
-
-def everything(pieces: list[tuple[int, ...]]) -> Schedule:
-    """Each piece arrives while the one before it is updated, and leaves while the one behind it is."""
-    around = [(), (), *pieces, (), ()]  # around[i + 2] is piece i
-
-    def before(index: int) -> Moves:
-        first = around[index + 2] if index == 0 else ()
-        return Moves(leave=around[index + 1], let_go=around[index], fetch=(*first, *around[index + 3]))
-
-    updates = [before(index) for index in range(len(pieces))]
-    last, before_last = around[len(pieces) + 1], around[len(pieces)]
-    updates.append(Moves(leave=last, let_go=(*before_last, *last)))
-    home = tuple(i for piece in pieces for i in piece)
-    return Schedule(tuple(updates), home, frozenset(home))
 
 
 def _steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
@@ -211,4 +173,4 @@ def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[N
             group["params"] = params
 
 
-__all__ = ["Moves", "Schedule", "StateOffload", "as_large", "estimated_bytes", "everything"]
+__all__ = ["StateOffload", "as_large", "estimated_bytes"]

@@ -11,7 +11,7 @@ from torch import fx
 from deepcompile import plan as planner
 from deepcompile.live_memory import storages, tensor_bytes
 from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, Segments, cut, name_of
-from deepcompile.state_offload import Moves, Schedule
+from deepcompile.state_moves import Moves, Schedule, placed_moves, state_schedule
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -219,40 +219,6 @@ def placed_gathers(
     return position, launches, intervals
 
 
-_STATE = "state:"
-
-
-def placed_moves(planned: planner.Plan, nodes: Sequence[str], facts: Mapping[str, ParamFacts]) -> list[Moves]:
-    """What the plan does to the optimizer's states before each of the nodes, and behind the last."""
-    found: list[dict[str, list[int]]] = [{"leave": [], "let_go": [], "fetch": []} for _ in range(len(nodes) + 1)]
-    position = {node: number for number, node in enumerate(nodes)}
-    leaving: dict[int | None, list[int]] = {}  # by operation
-    following = 0
-    for kind, node, operation, items in planned.instructions:
-        states = [facts[item.removeprefix(_STATE)].id for item in items if item.startswith(_STATE)]
-        if kind in ("compute", "optimizer"):
-            following = position[node] + 1
-        elif kind == "offload":
-            leaving[operation] = states
-            found[following]["leave"] += states
-        elif kind == "reload":
-            found[following]["fetch"] += states
-        elif kind == "wait":
-            found[following]["let_go"] += leaving.pop(operation, [])
-    return [Moves(**{name: tuple(ids) for name, ids in moves.items()}) for moves in found]
-
-
-def state_schedule(moves: Sequence[Moves], updates: Sequence[Moves]) -> Schedule:
-    """``moves``: of the whole step, in order; ``updates``: those of them that are around the update."""
-    first: dict[int, str] = {}
-    for one in moves:
-        for name in ("leave", "fetch"):
-            for state in getattr(one, name):
-                first.setdefault(state, name)
-    on_host = tuple(state for state, name in first.items() if name == "fetch")
-    return Schedule(tuple(updates), on_host, frozenset(first), planned=True)
-
-
 def step_plan(
     text: str,
     planned: planner.Plan,
@@ -286,7 +252,8 @@ def step_plan(
     moves: list[Moves] = []
     if pieces:
         updates = [update_name(index, pieces) for index in range(pieces)]
-        moves = placed_moves(planned, [*position, *updates], facts)
+        ids = {param: fact.id for param, fact in facts.items()}
+        moves = placed_moves(planned, [*position, *updates], ids)
     result = {}
     for phase, segments in graphs.items():
         base = position[f"{phase[0]}0"]
@@ -438,7 +405,6 @@ __all__ = [
     "Take",
     "node_name",
     "placed_gathers",
-    "placed_moves",
     "planned_graph",
     "saved_buffers",
     "step_graph_text",

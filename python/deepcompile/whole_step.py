@@ -33,8 +33,8 @@ class Inputs:
     budget: int  # bytes; 0: the least that holds the step
     strategy: str
     late_gradients: bool = False  # see step_graph_text
-    #: Parameters that are updated together, where states are offloaded, and bytes of states that each piece needs beside what
-    #: the plan moves. ``moves_states``: the plan does.
+    #: Parameters that are updated together, where states are offloaded, and bytes of states that each piece needs then,
+    #: unless the plan moves them (``moves_states``).
     pieces: tuple[tuple[str, ...], ...] = ()
     piece_workspace: tuple[int, ...] = ()
     moves_states: bool = False

@@ -65,7 +65,13 @@ def test_dict_file_and_dataclass_give_the_same(tmp_path) -> None:
         ({"registered_memory": True, "memory_budget": "least"}, "'registered_memory' and 'memory_budget' are both set"),
         ({"compile": {"backend": "inductr"}}, "it must be one of 'inductor', 'aot_eager'"),
         ({"compile": {"mode": "replay", "profile_steps": 0}}, "replay records at least one iteration"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer' is not supported: optim"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "offload_param' is not supported: parameters stay",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "it must be one of 'none', 'cpu'"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "compile.offload_opt_states moves some"),
+        ({"zero_optimization": {"cpu_offload": True}}, 'not supported: write "offload_optimizer"'),
         ({"activation_checkpointing": {"cpu": True}}, "not supported: use torch.utils.checkpoint"),
         ({"optimizer": {"type": "AdamWW"}}, "not a class of torch.optim; did you mean 'AdamW'?"),
         ({"communication_data_type": "int8"}, "it must be one of 'fp32', 'fp16', 'bf16'"),
@@ -82,7 +88,18 @@ def test_a_mistake_is_named_with_what_to_write_instead(config, message: str) -> 
 
 
 def test_an_unsupported_section_that_is_switched_off_is_accepted() -> None:
-    load_config({"zero_optimization": {"offload_optimizer": {"device": "none"}}, "amp": {"enabled": False}})
+    load_config({"zero_optimization": {"offload_param": {"device": "none"}}, "amp": {"enabled": False}})
+
+
+def test_where_states_lie_is_said_as_deepspeed_says_it() -> None:
+    section = {"device": "cpu", "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 1.0}
+    loaded = load_config({"zero_optimization": {"offload_optimizer": section}})
+    assert loaded.offloads_states and loaded.offloads_all_states
+    assert load_config(loaded).offloads_all_states
+    for nothing in ({"device": "none"}, None, {}):
+        assert not load_config({"zero_optimization": {"offload_optimizer": nothing}}).offloads_states
+    planned = load_config({"compile": {"offload_opt_states": True}})
+    assert planned.offloads_states and not planned.offloads_all_states
 
 
 def test_a_broken_file_is_named_with_line_and_column(tmp_path) -> None:

@@ -1,7 +1,7 @@
 """Optimizer states that live on the host: the numbers are those of states that stay, and the device holds no more than said.
 
-On a CPU host and device are one memory; there states are copied to other memory all the same (``DEEPCOMPILE_OFFLOAD``), so that
-the same moves run as on a device.
+On a CPU host and device are one memory; there states are copied to other memory all the same (``DEEPCOMPILE_OFFLOAD``), so
+that the same moves run as on a device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import deepcompile
 from deepcompile import state_offload
 from harness import STREAMS, only_on_cpu, run_ranks
-from models import Llama, Run, losses_with_engine
+from models import MODELS, Llama, Run, losses_with_engine
 
 ALWAYS = {"DEEPCOMPILE_OFFLOAD": "always"}
 OPTIMIZERS = {
@@ -228,3 +228,170 @@ def test_on_a_cpu_nothing_is_copied_and_the_explanation_says_why() -> None:
     words, moved = run_ranks(2, nothing_to_move)[0]
     assert moved == 0
     assert "optimizer states" in words and "in host memory, which is where the model is" in words
+
+
+# -- as planned ---------------------------------------------------------------------------------------------------------
+
+INLINE = ALWAYS | {"DEEPCOMPILE_CPU_STREAM": "inline"}
+
+
+def planned_config(
+    budget: int | str | None, backend: str = "aot_eager", offload: bool = True, **more: Any
+) -> dict[str, Any]:
+    compiles = {"backend": backend, "profile_steps": 0, "offload_opt_states": offload}
+    return {"zero_optimization": {"stage": 3}, "timeout": 100, "compile": compiles, "memory_budget": budget, **more}
+
+
+def llama(config: dict[str, Any], steps: int = 4) -> Run:
+    return Run("llama", {"layers": 2, "size": 64, "tied": False}, config, steps=steps)
+
+
+def away_at_the_turn(engine: deepcompile.Engine) -> set[str]:
+    """Whose states are on the host between forward and backward, as the plan has it."""
+    step = engine.sharding.planner.training_step()
+    assert step is not None and step.plan is not None and step.plan.states is not None
+    names = {sharded.id: sharded.name for sharded in engine.sharding.params}
+    away = {names[i] for i in step.plan.states.on_host}
+    leaving: dict[Any, list[str]] = {}
+    for kind, node, operation, items in step.plan.micro.instructions:
+        states = [item.removeprefix("state:") for item in items]
+        if kind == "compute" and node.startswith("b"):
+            break
+        if kind == "offload":
+            leaving[operation] = states
+        elif kind == "wait":
+            away |= set(leaving.pop(operation, []))
+        elif kind == "reload":
+            away -= set(states)
+    return away
+
+
+def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> int:
+    losses, parameters, _ = trained(rank, llama(planned_config(None, backend, offload=False)))
+    run = llama(planned_config(budget, backend))
+    engine = engine_of(run)
+    found = []
+    for step in range(run.steps):
+        loss = engine(run.batch(rank, step, 0))
+        found.append(loss.item())
+        if step > 0:
+            away = away_at_the_turn(engine)
+            expected = sum(2 * s.param.nbytes for s in engine.sharding.params if s.name in away)
+            assert engine.sharding.runtime.states.bytes_away == expected > 0
+        engine.backward(loss)
+        engine.step()
+    if backend == "aot_eager":
+        assert found == losses
+        assert_same(deepcompile.full_state_dict(engine.module), parameters)
+    else:  # another plan may be fused, and so rounded, otherwise
+        assert found == pytest.approx(losses, rel=1e-4)
+    step = engine.sharding.planner.training_step()
+    kinds = {
+        item.split(":")[0] for kind, _, _, items in step.plan.planned.instructions for item in items if ":" in item
+    }
+    assert kinds == {"state"}  # neither activations nor shards
+    assert "parameters move, as planned" in str(engine.explain())
+    return step.plan.planned.peak_bytes
+
+
+def test_a_plan_moves_states_where_the_budget_has_no_room_for_them_and_they_are_where_it_says() -> None:
+    least = run_ranks(2, follows_the_plan, "aot_eager", "least", environment=INLINE)[0]
+    # On a CPU gradients keep their memory from step to step unless the least is wanted.
+    assert run_ranks(2, follows_the_plan, "aot_eager", least * 3 // 2, environment=INLINE)[0] > least
+
+
+def test_compiled_code_moves_them_in_its_forward_and_its_backward() -> None:
+    run_ranks(2, follows_the_plan, "inductor", "least", environment=ALWAYS)
+
+
+def least_without(rank: int, world: int, offload: bool) -> int:
+    _, _, engine = trained(rank, llama(planned_config("least", offload=offload), steps=1))
+    return engine.sharding.planner.training_step().plan.planned.peak_bytes
+
+
+def test_with_states_on_the_host_a_step_fits_less_memory() -> None:
+    without, moved = (run_ranks(2, least_without, offload, environment=INLINE)[0] for offload in (False, True))
+    assert moved < 0.8 * without
+
+
+def travels_once_a_step(rank: int, world: int) -> None:
+    more = {"gradient_accumulation_steps": 3}
+    losses, parameters, _ = trained(rank, llama(planned_config(None, offload=False, **more)))
+    run = llama(planned_config("least", **more))
+    found, offloaded, engine = trained(rank, run)
+    assert found == losses
+    assert_same(offloaded, parameters)
+    moving = engine.sharding.planner.training_step().plan.states.moving
+    size = sum(2 * s.param.nbytes for s in engine.sharding.params if s.id in moving)
+    assert engine.stats()["bytes_reloaded"] == (run.steps - 1) * size > 0  # the first update makes them
+
+
+def test_within_an_accumulation_states_leave_once_and_return_once() -> None:
+    run_ranks(2, travels_once_a_step, environment=INLINE)
+
+
+def stays(rank: int, world: int) -> tuple[int, str]:
+    _, _, engine = trained(rank, llama(planned_config(None)))
+    return engine.stats()["bytes_offloaded"], str(engine.explain())
+
+
+def test_where_there_is_room_no_state_moves() -> None:
+    moved, words = run_ranks(2, stays, environment=ALWAYS)[0]
+    assert moved == 0
+    assert "there is room for those of all 17 parameters" in words
+
+
+class Cut(Llama):
+    """With a graph break behind each layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+
+def without_a_plan(rank: int, world: int, kind: str) -> None:
+    config_ = planned_config(1000 if kind == "no room" else None)
+    if kind == "replay":
+        config_["compile"] = {"mode": "replay", "profile_steps": 1, "offload_opt_states": True}
+    if kind == "several graphs":
+        MODELS["llama"] = Cut
+    losses, parameters, _ = trained(
+        rank, llama({**config_, "compile": {**config_["compile"], "offload_opt_states": False}})
+    )
+    found, offloaded, engine = trained(rank, llama(config_))
+    assert engine.sharding.planner.training_step() is None or kind == "no room"
+    assert found == losses
+    assert_same(offloaded, parameters)
+    assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine) > 0
+
+
+@pytest.mark.parametrize("kind", ["no room", "replay", "several graphs"])
+def test_where_nobody_plans_them_all_move(kind: str) -> None:
+    run_ranks(2, without_a_plan, kind, environment=ALWAYS)
+
+
+def abandons(rank: int, world: int) -> None:
+    results = []
+    for offload in (False, True):
+        run = llama(planned_config("least", offload=offload))
+        engine = engine_of(run)
+        losses = []
+        for step in range(run.steps):
+            engine(run.batch(rank, step, 7))  # a forward that nobody takes a backward of
+            with torch.no_grad():
+                losses.append(engine(run.batch(rank, step, 5)).item())
+            loss = engine(run.batch(rank, step, 0))
+            losses.append(loss.item())
+            engine.backward(loss)
+            if offload:  # bring everything back at a time of its own
+                assert engine.optimizer is not None
+                engine.optimizer.state_dict()
+            engine.step()
+        results.append((losses, deepcompile.full_state_dict(engine.module)))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def test_a_loop_that_does_not_follow_the_plan_has_the_same_numbers() -> None:
+    run_ranks(2, abandons, environment=INLINE)

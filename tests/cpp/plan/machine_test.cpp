@@ -33,6 +33,15 @@ TEST(Machine, AFileMayStartFromAPreset) {
   EXPECT_EQ(parseMachine(print(machine)), machine);
 }
 
+TEST(Machine, WhatMayLeaveTheDeviceIsNothingStatesOrEverything) {
+  EXPECT_EQ(parseMachine("machine m").offload, Offload::Everything);
+  EXPECT_EQ(parseMachine("machine m\noffload no").offload, Offload::Nothing);
+  const Machine states = parseMachine("machine m\noffload states");
+  EXPECT_EQ(states.offload, Offload::States);
+  EXPECT_EQ(parseMachine(print(states)), states);
+  EXPECT_THROW(parseMachine("machine m\noffload shards"), ParseError);
+}
+
 TEST(Machine, ACurveMustRise) {
   EXPECT_THROW(parseMachine("machine m\ngather 2MiB:30us 1MiB:20us"), ParseError);
   EXPECT_THROW(parseMachine("machine m\ngather 1MiB:30us 2MiB:20us"), ParseError);
