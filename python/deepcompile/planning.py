@@ -157,7 +157,7 @@ class StepPlanner:
         return ParamFacts(
             shard_bytes=param.nbytes,
             grad_bytes=sharded.numel * travels_in.itemsize,
-            state_bytes=0 if offload is not None and not offload.planned else estimated_bytes(sharded),
+            state_bytes=estimated_bytes(sharded) if offload is None else offload.bytes_planned(sharded),
             stays=stays,
             sum_bytes=param.numel() * sums_in.itemsize,
             cast_bytes=0 if travels_in == sharded.read_dtype else sharded.numel * sharded.read_dtype.itemsize,
@@ -326,6 +326,8 @@ class StepPlanner:
         """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
+        if self._sharding.offload is not None:
+            self.learn_facts()  # its states are there now
         step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
         self._agree(step, f"{step.name} measured", "planned from measurements")

@@ -78,6 +78,14 @@ class StateOffload:
             size += estimated_bytes(sharded)
         return found
 
+    def bytes_planned(self, sharded: ShardedParam) -> int:
+        """Of states of a parameter that are on the device unless a plan moves them, as far as they are known."""
+        if not self.planned:
+            return 0
+        if sharded.param not in self._optimizer.state:
+            return estimated_bytes(sharded)
+        return sum(state.nbytes for state in as_large(sharded.param, self._optimizer.state[sharded.param]).values())
+
     def start_forward(self, update_follows: bool) -> None:
         """Of every micro-batch that trains."""
         self._states.allow_returns(update_follows)

@@ -267,7 +267,7 @@ def away_at_the_turn(engine: deepcompile.Engine) -> set[str]:
 
 
 def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> int:
-    losses, parameters, _ = trained(rank, llama(planned_config(None, backend, offload=False)))
+    losses, parameters, _ = trained(rank, llama(planned_config(None, offload=False)))
     run = llama(planned_config(budget, backend))
     engine = engine_of(run)
     found = []
@@ -283,7 +283,7 @@ def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> 
     if backend == "aot_eager":
         assert found == losses
         assert_same(deepcompile.full_state_dict(engine.module), parameters)
-    else:  # another plan may be fused, and so rounded, otherwise
+    else:  # what is fused is rounded otherwise
         assert found == pytest.approx(losses, rel=1e-4)
     step = engine.sharding.planner.training_step()
     kinds = {
@@ -328,6 +328,29 @@ def travels_once_a_step(rank: int, world: int) -> None:
 
 def test_within_an_accumulation_states_leave_once_and_return_once() -> None:
     run_ranks(2, travels_once_a_step, environment=INLINE)
+
+
+def of_one_state(rank: int, world: int) -> None:
+    run = llama(planned_config("least"))
+    run.config["compile"]["profile_steps"] = 1
+    engine = engine_of(run, "sgd")
+    planned = []
+    for step in range(run.steps):
+        engine.backward(engine(run.batch(rank, step, 0)))
+        engine.step()
+        planned.append(engine.sharding.planner.training_step().plan.text)
+    sharded = engine.sharding.params[0]
+    first, last = (
+        next(line for line in text.splitlines() if line.startswith(f"param {sharded.name} "))
+        for text in (planned[0], planned[-1])
+    )
+    assert (
+        f" state={2 * sharded.param.nbytes}B" in first and f" state={sharded.param.nbytes}B" in last
+    )  # momentum alone
+
+
+def test_once_there_are_states_they_are_planned_as_large_as_they_are() -> None:
+    run_ranks(2, of_one_state, environment=INLINE)
 
 
 def stays(rank: int, world: int) -> tuple[int, str]:
