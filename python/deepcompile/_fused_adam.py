@@ -105,6 +105,7 @@ class _Layout:
 #: Where an optimizer keeps its layouts, by the first of the parameters that it was stepped with (pieces of all of them,
 #: where states are offloaded): what points from there back to the optimizer is found by the collector of cycles.
 _LAYOUTS = "_deepcompile_layouts"
+_MOST_LAYOUTS = 64
 
 
 def _updates(optimizer: Any) -> list[_Update] | None:
@@ -127,6 +128,8 @@ def _updates(optimizer: Any) -> list[_Update] | None:
             return None
         _shard_aware_torch.before_update(optimizer)
         layout = _Layout(key, [list(group["params"]) for group in optimizer.param_groups], batches)
+        if len(layouts) == _MOST_LAYOUTS:  # of pieces that are no longer
+            layouts.clear()
         layouts[first] = layout
     states = list(optimizer.state.values())
     updates = [

@@ -91,7 +91,7 @@ def save_checkpoint(
     flat = _Flat(sharding)
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
     tensors |= {f"buffer/{n}": value for n, value in engine.module.named_buffers()}
-    if sharding.offload is not None:
+    if engine.offload is not None:
         sharding.runtime.states.settle()
     states: dict[str, dict[str, Any]] = {}
     for sharded in sharding.params:
@@ -222,6 +222,8 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
     tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
     if engine.optimizer is not None:
+        on_host = {"device": "cpu", "pin_memory": sharding.runtime.device.type == "cuda"}
+        place: dict[str, Any] = {} if engine.offload is None else on_host
         groups = (g for g in engine.optimizer.param_groups if g.get("fused") or g.get("capturable"))
         counted_there = {param for group in groups for param in group["params"]}
         for sharded in sharding.params:
@@ -229,8 +231,7 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
             engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
             state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
             for key in (key for key in metadata if key.startswith(prefix)):
-                there = sharded.param.device if sharding.offload is None else torch.device("cpu")
-                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, device=there)
+                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, **place)
                 state[key.removeprefix(prefix)] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
             numbers = facts["optimizer"]["states"].get(sharded.name, {})

@@ -60,8 +60,10 @@ class Engine(EngineSurface):
         self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
         if self.sharding.lets_gradients_go:
             self.sharding.runtime.let_gradients_go()
+        #: Moves the optimizer's states; None where they stay.
+        self.offload: StateOffload | None = None
         if optimizer is not None and config.offloads_states and self.sharding.runtime.host_is_apart:
-            self.sharding.offload = StateOffload(self.sharding, optimizer)
+            self.offload = self.sharding.offload = StateOffload(self.sharding, optimizer)
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
@@ -105,8 +107,8 @@ class Engine(EngineSurface):
         training = torch.is_grad_enabled() and trains
         if training:
             self._begin_step()
-            if self.sharding.offload is not None:
-                self.sharding.offload.start_forward(self.is_gradient_accumulation_boundary())
+            if self.offload is not None:
+                self.offload.start_forward(self.is_gradient_accumulation_boundary())
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
             if training:
@@ -186,8 +188,8 @@ class Engine(EngineSurface):
         taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
-            if self.sharding.offload is not None:
-                self.sharding.offload.update()
+            if self.offload is not None:
+                self.offload.update(self.optimizer)
             else:
                 _fused_adam.step(self.optimizer)
             self._clipping.done(self.optimizer)
@@ -195,8 +197,8 @@ class Engine(EngineSurface):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
-            if self.sharding.offload is not None:
-                self.sharding.offload.skip()
+            if self.offload is not None:
+                self.offload.skip()
             self._skip()
         self.zero_grad()
         self.drift.stop()
@@ -211,8 +213,8 @@ class Engine(EngineSurface):
             self._in_step = True
             self.sharding.steps_begun += 1
             self.times.begin(self.sharding.runtime.wait_seconds())
-            if self.sharding.offload is not None:
-                self.sharding.offload.begin_step()
+            if self.offload is not None and self.optimizer is not None:
+                self.offload.begin_step(self.optimizer)
             self.profile.begin_step(self._trace_to is not None)
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()

@@ -164,6 +164,17 @@ class StepPlanner:
             id=sharded.id,
         )
 
+    def _facts_between_updates(self) -> dict[str, ParamFacts]:
+        """For steps that train nothing: states that are on the host from update to update take no memory then."""
+        offload = self._sharding.offload
+        if offload is None or not offload.planned or not any(step.trains for step in self.steps.values()):
+            return self._facts
+        away = set(offload.schedule().on_host)
+        return {
+            name: dataclasses.replace(fact, state_bytes=0) if fact.id in away else fact
+            for name, fact in self._facts.items()
+        }
+
     def _agree_on_budget(self) -> int:
         """What each rank may use: of the memory that it shares with others, its part. 0: the least that holds a step."""
         device = self._sharding.runtime.device
@@ -221,7 +232,7 @@ class StepPlanner:
         inputs = Inputs(
             step.name,
             step.graphs,
-            self._facts,
+            self._facts if step.trains else self._facts_between_updates(),
             self._sharding.world,
             step.seconds,
             step.saved,

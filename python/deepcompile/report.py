@@ -107,7 +107,7 @@ def explain(engine: Engine) -> Explanation:
 
 
 def _states(engine: Engine) -> str:
-    offload = engine.sharding.offload
+    offload = engine.offload
     if offload is None:
         return "in host memory, which is where the model is" if engine.optimizer is not None else "no optimizer"
     stats = engine.stats()

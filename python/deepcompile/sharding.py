@@ -89,7 +89,7 @@ class Sharding:
         self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         #: Whether memory for gradients is taken when they come, and goes with the update: an engine's choice.
         self.lets_gradients_go = False
-        #: Moves the optimizer's states to the host and back: an engine's choice.
+        #: Moves an optimizer's states to the host and back: an engine's choice, for which the planner plans.
         self.offload: StateOffload | None = None
         self.params: list[ShardedParam] = []
         self.steps_begun = 0  # of the engine

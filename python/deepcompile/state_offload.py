@@ -11,6 +11,7 @@ Whatever the schedule does, a state is on the device when it is updated: the run
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,26 +48,38 @@ class StateOffload:
     """Moves the states of one engine's optimizer. The calls come from the engine."""
 
     def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
-        self._sharding, self._optimizer = sharding, optimizer
+        if sharding.offload is not None:
+            raise RuntimeError(
+                "another engine of this model keeps its optimizer's states on the host already: a second one cannot; leave "
+                "out 'zero_optimization.offload_optimizer' and 'compile.offload_opt_states'"
+            )
+        self._sharding = sharding
         self._states = sharding.runtime.states
         config = sharding.config
         #: The planner decides, as long as it has a plan; otherwise all states move.
         self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
+        self._members = sharding.by_parameter()
+        self._settles: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._follow(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its states are those that move, also where an engine was given another optimizer."""
+        if optimizer not in self._settles:
+            self._settles.add(optimizer)
+            optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
+        self._optimizer = optimizer
         #: What is updated together, in the order of the updates: the same on all ranks.
         self.pieces = self._cut()
-        self._known: set[int] = set()  # whose states the runtime has
-        optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
+        self._learn(self._sharding.params)
 
     def _cut(self) -> list[list[ShardedParam]]:
-        members = self._sharding.by_parameter()
+        """By nothing but the parameters: ranks plan by it, and each may have other hooks on its optimizer."""
         trained = [
-            members[param]
+            self._members[param]
             for group in self._optimizer.param_groups
             for param in group["params"]
-            if param in members and param.requires_grad
+            if param in self._members and param.requires_grad
         ]
-        if not _steps_in_pieces(self._optimizer):
-            return [trained]
         limit = max(_LEAST_PIECE, sum(map(estimated_bytes, trained)) // _PIECES)
         found: list[list[ShardedParam]] = [[]]
         size = 0
@@ -90,38 +103,43 @@ class StateOffload:
         """Of every micro-batch that trains."""
         self._states.allow_returns(update_follows)
 
-    def begin_step(self) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first forward: states that came onto the device in another way, as from a checkpoint, leave it."""
-        self.pieces = self._cut()
-        self.learn(self._sharding.params)
+        self._follow(optimizer)
         self.skip()
 
     def skip(self) -> None:
         """In place of an update: who is on the host from update to update goes there."""
-        home = self._schedule().on_host
+        home = self.schedule().on_host
         self._move(Moves(leave=home, let_go=home))
 
-    def update(self) -> None:
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()``, and what moves around it."""
-        pieces, updates = self.pieces, self._schedule().updates
-        if not any(updates):  # all are on the device by then
-            pieces, updates = [[sharded for piece in pieces for sharded in piece]], (Moves(), Moves())
+        self._follow(optimizer)  # it may have been loaded, or given other parameters, since the forward
         self._states.allow_returns(True)
-        parts = _by_piece(self._optimizer, pieces)
-        for piece, part, moves in zip(pieces, parts, updates, strict=False):
+        updates = self.schedule().updates
+        if not any(updates) or not _steps_in_pieces(optimizer):
+            self._update(optimizer, [group["params"] for group in optimizer.param_groups])
+            self.skip()
+            return
+        for part, moves in zip(_by_piece(optimizer, self.pieces), updates, strict=False):
             self._move(moves)
-            self._states.require([sharded.id for sharded in piece])
-            with _only(self._optimizer, part):
-                _fused_adam.step(self._optimizer)
-            self.learn(sharded for sharded in piece if sharded.id not in self._known)  # the first update makes them
+            self._update(optimizer, part)
         self._move(updates[-1])
 
-    def learn(self, params: Iterable[ShardedParam]) -> None:
-        """Tells the runtime which tensors the optimizer has for states now."""
+    def _update(self, optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> None:
+        """Of the parameters that ``part`` has of each group."""
+        updated = [self._members[param] for params in part for param in params if param in self._members]
+        self._states.require([sharded.id for sharded in updated])
+        with _only(optimizer, part):
+            _fused_adam.step(optimizer)
+        self._learn(updated)  # the first update makes them
+
+    def _learn(self, params: Iterable[ShardedParam]) -> None:
+        """Tells the runtime which tensors the optimizer has for states now. Numbers stay where the optimizer has them."""
         for sharded in params:
-            found = as_large(sharded.param, self._optimizer.state.get(sharded.param, {}))
-            self._states.set(sharded.id, list(found.values()), sharded.name)
-            (self._known.add if found else self._known.discard)(sharded.id)
+            state = self._optimizer.state.get(sharded.param, {}) if sharded.param.dim() > 0 else {}
+            self._states.set(sharded.id, list(as_large(sharded.param, state).values()), sharded.name)
 
     def _move(self, moves: Moves) -> None:
         for move, ids in (
@@ -132,7 +150,7 @@ class StateOffload:
             if ids:
                 move(list(ids))
 
-    def _schedule(self) -> Schedule:
+    def schedule(self) -> Schedule:
         if self.planned:
             step = self._sharding.planner.training_step()
             found = step.plan.states if step is not None and step.plan is not None else None
@@ -142,7 +160,7 @@ class StateOffload:
 
     def words(self) -> str:
         """For the engine's explanation."""
-        schedule = self._schedule()
+        schedule = self.schedule()
         trained = sum(map(len, self.pieces))
         if not schedule.moving:
             return f"on the device; there is room for those of all {trained} parameters"
@@ -159,7 +177,7 @@ def _steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]) -> list[list[list[Any]]]:
-    """For each piece its parameters by group; those of no piece (which have no shards) go with the last."""
+    """For each piece its parameters by group; those of no piece (which are frozen, or have no shards) go with the last."""
     piece_of = {id(sharded.param): index for index, piece in enumerate(pieces) for sharded in piece}
     parts: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in pieces]
     for index, group in enumerate(optimizer.param_groups):

@@ -10,7 +10,7 @@ from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.live_memory import storages, tensor_bytes
-from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, Segments, cut, name_of
+from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, REDUCE, Segments, cut, name_of
 from deepcompile.state_moves import Moves, Schedule, placed_moves, state_schedule
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -346,6 +346,10 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
     new._codegen = copy.deepcopy(old._codegen)
     environment: dict[fx.Node, fx.Node] = {}
     current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
+    # A backward may gather nothing; then it reduces.
+    own_id = next(
+        node.args[1] if node.target is GATHER else node.args[2] for node in old.nodes if node.target in (GATHER, REDUCE)
+    )
     pinned = {"val": None, "deepcompile_pinned": True, "partitioner_tag": "is_forward"}
 
     def value(node: fx.Node) -> fx.Node:
@@ -359,8 +363,7 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
     def begin(index: int) -> None:
         for segment, moves in graph_plan.moves:
             if segment == index:
-                graph_id = next(iter(shards.values())).args[1]
-                node = new.call_function(MOVE_STATES, (graph_id, *map(list, (moves.leave, moves.let_go, moves.fetch))))
+                node = new.call_function(MOVE_STATES, (own_id, *map(list, (moves.leave, moves.let_go, moves.fetch))))
                 node.meta = dict(pinned)
         for launch in graph_plan.launches:
             if launch.segment == index:

@@ -32,7 +32,8 @@ void bindStateOffload(py::module_& module) {
       .def("require", &moveIds<&StateOffload::require>, py::arg("ds_ids"), NoGil())
       .def("allow_returns", &StateOffload::allowReturns, py::arg("allowed"), NoGil())
       .def("settle", &StateOffload::settle, NoGil())
-      .def_property_readonly("bytes_away", &StateOffload::bytesAway);
+      .def_property_readonly("bytes_away", py::cpp_function(&StateOffload::bytesAway, NoGil()))
+      .def_property_readonly("away", py::cpp_function(&StateOffload::away, NoGil()));
 }
 
 }  // namespace dc

@@ -20,6 +20,7 @@ StateOffload::StateOffload(at::Device device, std::shared_ptr<Stream> offload_st
       context_(std::move(context)) {}
 
 void StateOffload::set(std::int64_t id, std::vector<at::Tensor> tensors, std::string name) {
+  States before;  // goes when the lock has: the last owner of a tensor of Python's needs the interpreter
   const std::lock_guard lock(context_->mutex);
   const auto found = states_.find(id);
   if (found != states_.end()) {
@@ -28,6 +29,7 @@ void StateOffload::set(std::int64_t id, std::vector<at::Tensor> tensors, std::st
       return;
     }
     arrive(found->second);
+    before = std::move(found->second);
     states_.erase(found);
   }
   if (tensors.empty()) {
@@ -45,21 +47,33 @@ void StateOffload::set(std::int64_t id, std::vector<at::Tensor> tensors, std::st
                     ", which is neither ", device_.str(), " nor the host (", context_->place, ")");
     });
   }
-  states_.emplace(id, States{std::move(name), std::move(tensors), {}, here ? Place::Device : Place::Host});
+  const Place place = here ? Place::Device : Place::Host;
+  states_.emplace(id, States{std::move(name), std::move(tensors), {}, place, Event()});
 }
 
 void StateOffload::start(States& states, Place towards) {
-  std::vector<Moved> copies;  // where one of them fails, those before it are lost and the states stay what they are
-  for (const at::Tensor& tensor : states.tensors) {
-    const auto what = [verb = towards == Place::Leaving ? "offloading" : "reloading", name = states.name] {
-      return concat(verb, " the optimizer's states of parameter '", name, "'");
-    };
-    copies.push_back(towards == Place::Leaving
-                         ? copyToHost(tensor, *offload_stream_, *copies_, *context_, what)
-                         : copyToDevice(tensor, device_, Event(), *reload_stream_, *context_, what));
+  const bool leaving = towards == Place::Leaving;
+  try {
+    for (const at::Tensor& tensor : states.tensors) {
+      const auto what = [verb = leaving ? "offloading" : "reloading", name = states.name] {
+        return concat(verb, " the optimizer's states of parameter '", name, "'");
+      };
+      states.copies.push_back(
+          leaving ? copyToHost(tensor, Holder::Caller, *offload_stream_, *copies_, *context_, what)
+                  : copyToDevice(tensor, device_, Holder::Caller, states.on_host, *reload_stream_, *context_, what));
+    }
+  } catch (...) {  // there is no memory: the states stay what they are
+    drop(states);
+    throw;
   }
-  states.copies = std::move(copies);
   states.place = towards;
+}
+
+void StateOffload::drop(States& states) {
+  for (const Moved& copy : states.copies) {
+    context_->await(copy.done);
+  }
+  states.copies.clear();
 }
 
 void StateOffload::arrive(States& states, bool stay) {
@@ -70,6 +84,7 @@ void StateOffload::arrive(States& states, bool stay) {
     context_->await(copy.done);
   }
   const bool leaving = states.place == Place::Leaving;
+  states.on_host = leaving && !stay ? states.copies.back().done : Event();
   if (!(leaving && stay)) {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < states.tensors.size(); ++i) {
@@ -85,7 +100,7 @@ void StateOffload::leave(at::IntArrayRef ids) {
   for (const std::int64_t id : ids) {
     const auto found = states_.find(id);
     if (found != states_.end() && found->second.place == Place::Returning) {
-      found->second.copies.clear();
+      drop(found->second);
       found->second.place = Place::Host;
     } else if (found != states_.end() && found->second.place == Place::Device) {
       start(found->second, Place::Leaving);
@@ -148,6 +163,17 @@ std::int64_t StateOffload::bytesAway() const {
     }
   }
   return bytes;
+}
+
+std::vector<std::int64_t> StateOffload::away() const {
+  const std::lock_guard lock(context_->mutex);
+  std::vector<std::int64_t> ids;
+  for (const auto& [id, states] : states_) {
+    if (states.place != Place::Device) {
+      ids.push_back(id);
+    }
+  }
+  return ids;
 }
 
 }  // namespace dc

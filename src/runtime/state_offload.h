@@ -1,9 +1,10 @@
 // An optimizer's states on their way between the device and the host, by parameter.
 //
 // A state keeps its identity: the tensor that the optimizer holds is, at any time, one on the device or one in host
-// memory. So whoever reads it in between finds its values, and the optimizer, which needs it on the device, asks for it
-// first. What each call does follows from where a state is, so that a schedule that is interrupted, runs twice or does
-// not fit what the program does costs time and never a value.
+// memory. So whoever reads it in between finds its values, on the host after settle(), and the optimizer, which needs
+// it on the device, asks for it first. Memory goes back in the order of the caller's stream, so forward, backward and
+// update run on one, or on some that wait for each other. What each call does follows from where a state is, so that a
+// schedule that is interrupted, runs twice or does not fit what the program does costs time and never a value.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +50,8 @@ class StateOffload {
 
   // Bytes of states that are on the host.
   std::int64_t bytesAway() const;
+  // The parameters whose states may not be written: they are on the host or under way.
+  std::vector<std::int64_t> away() const;
 
  private:
   enum class Place { Device, Leaving, Host, Returning };
@@ -57,9 +60,12 @@ class StateOffload {
     std::vector<at::Tensor> tensors;  // the optimizer's own objects
     std::vector<Moved> copies;        // while they leave or return: where to
     Place place = Place::Device;
+    Event on_host;  // of the copies that brought them there
   };
 
   void start(States& states, Place towards);
+  // In the caller's order behind the copies: they are not wanted.
+  void drop(States& states);
   // In the caller's order behind the copies: the states become them, or, where they had started to leave and are wanted
   // after all, stay what they are.
   void arrive(States& states, bool stay = false);

@@ -23,8 +23,8 @@ TensorOffload::Transfer& TensorOffload::find(const char* operation, std::int64_t
 }
 
 at::Tensor TensorOffload::offload(const at::Tensor& tensor, std::int64_t id) {
-  Moved moved =
-      copyToHost(tensor, *offload_stream_, *copies_, *context_, [id] { return concat("offloading tensor ", id); });
+  Moved moved = copyToHost(tensor, Holder::Work, *offload_stream_, *copies_, *context_,
+                           [id] { return concat("offloading tensor ", id); });
   Transfer& transfer = transfers_[id];
   transfer.device = tensor.device();
   transfer.offloaded = std::move(moved.done);
@@ -36,7 +36,7 @@ void TensorOffload::waitOffload(std::int64_t id) { context_->await(find("wait_of
 
 at::Tensor TensorOffload::reload(const at::Tensor& host, std::int64_t id) {
   Transfer& transfer = find("reload_tensor", id);
-  Moved moved = copyToDevice(host, transfer.device, transfer.offloaded, *reload_stream_, *context_,
+  Moved moved = copyToDevice(host, transfer.device, Holder::Work, transfer.offloaded, *reload_stream_, *context_,
                              [id] { return concat("reloading tensor ", id); });
   transfer.reloaded = std::move(moved.done);
   transfer.reloading = true;

@@ -7,6 +7,7 @@ that the same moves run as on a device.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import deepcompile
-from deepcompile import state_offload
+from deepcompile import _backend, _fused_adam, state_moves, state_offload
 from harness import STREAMS, only_on_cpu, run_ranks
 from models import MODELS, Llama, Run, losses_with_engine
 
@@ -36,7 +37,23 @@ def config(stage: int = 3, offload: bool = True, **more: Any) -> dict[str, Any]:
 def engine_of(run: Run, optimizer: str = "adamw") -> deepcompile.Engine:
     state_offload._LEAST_PIECE = 1  # so that a small model has pieces
     model = run.make()
-    return deepcompile.initialize(model, OPTIMIZERS[optimizer], run.config)
+    engine = deepcompile.initialize(model, OPTIMIZERS[optimizer], run.config)
+    if engine.offload is not None:
+        _watch_updates(engine)
+    return engine
+
+
+def _watch_updates(engine: deepcompile.Engine) -> None:
+    """On a CPU an update of states that are on the host is right; on a device it would be an error. So it is one here."""
+    inner, members = _fused_adam.step, engine.sharding.by_parameter()
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p in members and p.grad is not None]
+        away = set(engine.sharding.runtime.states.away if optimizer is engine.optimizer else ())
+        assert not [members[param].name for param in params if members[param].id in away]
+        inner(optimizer)
+
+    _fused_adam.step = step
 
 
 def states_of(engine: deepcompile.Engine) -> list[torch.Tensor]:
@@ -68,7 +85,7 @@ def with_and_without(rank: int, world: int, optimizer: str, stage: int) -> None:
     found, offloaded, engine = trained(rank, Run("llama", {}, config(stage), steps=4), optimizer)
     assert found == losses
     assert_same(offloaded, parameters)
-    assert len(engine.sharding.offload.pieces) > 3
+    assert len(engine.offload.pieces) > 3
     every, stats = bytes_of_states(engine), engine.stats()
     assert engine.sharding.runtime.states.bytes_away == every > 0
     # Made on the device by the first update (Adagrad makes its states at once, which leave before it), and there for every
@@ -99,7 +116,7 @@ def holds_three_pieces(rank: int, world: int) -> None:
     engine.step()
     engine.backward(engine(Llama.batch(torch.Generator(torch.get_default_device()).manual_seed(rank))))
     states, every = engine.sharding.runtime.states, bytes_of_states(engine)
-    sizes = [sum(s.param.nbytes for s in piece) for piece in engine.sharding.offload.pieces]
+    sizes = [sum(s.param.nbytes for s in piece) for piece in engine.offload.pieces]
     here: list[int] = []
     inner = engine.optimizer.step.__wrapped__
 
@@ -196,6 +213,70 @@ def watched(rank: int, world: int) -> None:
 
 def test_who_looks_at_the_optimizers_steps_sees_one_with_all_parameters() -> None:
     run_ranks(2, watched, environment=ALWAYS)
+
+
+def interrupted(rank: int, world: int, folder: str) -> None:
+    """Between a forward that nobody takes a backward of and the update states are loaded and parameters thawed."""
+    results = []
+    for offload in (False, True):
+        run = Run("llama", {}, config(offload=offload), steps=2)
+        engine = engine_of(run)
+        losses = losses_with_engine(engine, rank, run)
+        engine.save_checkpoint(folder, tag=f"offload-{offload}")
+        shards = [sharded.param for sharded in engine.sharding.params]
+        for shard in shards[::2]:
+            shard.requires_grad_(False)
+        losses += losses_with_engine(engine, rank, run)
+        engine(run.batch(rank, 5, 5))
+        for shard in shards[::2]:
+            shard.requires_grad_(True)
+        losses += losses_with_engine(engine, rank, run)
+        engine(run.batch(rank, 5, 5))
+        engine.load_checkpoint(folder, tag=f"offload-{offload}")
+        losses += losses_with_engine(engine, rank, run)
+        results.append((losses, deepcompile.full_state_dict(engine.module)))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def test_states_that_were_loaded_or_thawed_within_a_step_are_on_the_device_for_their_update(
+    tmp_path: pathlib.Path,
+) -> None:
+    run_ranks(2, interrupted, str(tmp_path), environment=ALWAYS)
+
+
+def other_optimizers(rank: int, world: int) -> None:
+    run = Run("llama", {}, config(), steps=2)
+    engine = engine_of(run)
+    losses_with_engine(engine, rank, run)
+    before = deepcompile.full_state_dict(engine.module)
+    engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.0, momentum=0.9)
+    losses_with_engine(engine, rank, run)
+    assert_same(deepcompile.full_state_dict(engine.module), before)
+    assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine) > 0
+    with pytest.raises(RuntimeError, match="another engine of this model keeps its optimizer's states on the host"):
+        deepcompile.initialize(engine.module, OPTIMIZERS["sgd"], config())
+    second = deepcompile.initialize(engine.module, OPTIMIZERS["sgd"], config(offload=False))
+    losses_with_engine(second, rank, run)
+    assert second.stats()["bytes_offloaded"] == engine.stats()["bytes_offloaded"]
+    assert not torch.equal(deepcompile.full_state_dict(engine.module)["norm.weight"], before["norm.weight"])
+
+
+def test_the_optimizer_that_the_engine_has_is_the_one_that_is_stepped() -> None:
+    run_ranks(2, other_optimizers, environment=ALWAYS)
+
+
+def one_rank_watches(rank: int, world: int) -> None:
+    run = llama(planned_config("least"))
+    losses, _, _ = trained(rank, llama(planned_config(None, offload=False)))
+    engine = engine_of(run)
+    if rank == 0:
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+    assert losses_with_engine(engine, rank, run) == losses
+
+
+def test_ranks_plan_alike_though_one_has_hooks_on_its_optimizer() -> None:
+    run_ranks(2, one_rank_watches, environment=ALWAYS)
 
 
 def frozen_later(rank: int, world: int) -> None:
@@ -371,6 +452,59 @@ class Cut(Llama):
         super().__init__(**options)
         for block in self.blocks:
             block.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+
+
+class GathersInItsForwardAlone(torch.nn.Module):
+    """Its backward reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 64)
+        self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4096)) for _ in range(4)])
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.table(batch).sum() + sum(scale.sum() for scale in self.scales)
+
+
+def moves_in_a_backward_without_gathers(rank: int, world: int) -> None:
+    from deepcompile import step_plan
+
+    compiled: list[Any] = []
+    inner = step_plan.planned_graph
+
+    def with_moves(graph: torch.fx.Graph, graph_plan: Any) -> Any:
+        every = state_moves.Moves(leave=(0, 1), let_go=(0, 1), fetch=(0, 1))
+        compiled.append(inner(graph, dataclasses.replace(graph_plan, moves=((0, every),))))
+        return compiled[-1]
+
+    _backend.planned_graph = with_moves
+    torch.manual_seed(3)
+    engine = deepcompile.initialize(GathersInItsForwardAlone(), OPTIMIZERS["adamw"], planned_config(None))
+    for _ in range(2):
+        engine.backward(engine(torch.arange(64)))
+        engine.step()
+    targets = [[node.target for node in graph.nodes] for graph in compiled]
+    assert all(torch.ops.dc.move_states.default in each for each in targets)
+    assert any(torch.ops.dc.gather_shard.default not in each for each in targets)
+
+
+def test_a_backward_that_gathers_nothing_moves_states_all_the_same() -> None:
+    run_ranks(2, moves_in_a_backward_without_gathers, environment=ALWAYS)
+
+
+def evaluates(rank: int, world: int, budget: int) -> None:
+    run = llama(planned_config(budget))
+    engine = engine_of(run)
+    losses_with_engine(engine, rank, run)
+    with torch.no_grad():
+        engine(run.batch(rank, 0, 0))
+    steps = engine.sharding.planner.steps.values()
+    assert [step.why_not for step in steps if not step.trains] == [""]
+    assert engine.sharding.planner.training_step().plan.states.on_host
+
+
+def test_an_evaluation_is_planned_beside_the_states_that_are_there_between_updates() -> None:
+    run_ranks(2, evaluates, 671328, environment=INLINE)
 
 
 def without_a_plan(rank: int, world: int, kind: str) -> None:
