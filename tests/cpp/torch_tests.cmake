@@ -11,6 +11,7 @@ dc_test_by_file(
   runtime/executor_order_test.cpp
   runtime/executor_test.cpp
   runtime/gathered_test.cpp
+  runtime/host_moves_test.cpp
   runtime/ids_test.cpp
   runtime/param_test.cpp
   runtime/recorder_test.cpp

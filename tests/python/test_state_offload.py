@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pathlib
+import threading
 from typing import Any
 
 import pytest
@@ -277,6 +278,26 @@ def one_rank_watches(rank: int, world: int) -> None:
 
 def test_ranks_plan_alike_though_one_has_hooks_on_its_optimizer() -> None:
     run_ranks(2, one_rank_watches, environment=ALWAYS)
+
+
+def asked_by_a_thread(rank: int, world: int) -> None:
+    states = engine_of(Run("llama", {}, config())).sharding.runtime.states
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            states.bytes_away, states.away  # noqa: B018
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(5000):
+        states.set(0, [torch.ones(4)], "w")  # the runtime has the last reference to the one before, which is Python's
+    ended.set()
+    thread.join()
+
+
+def test_a_thread_that_asks_where_states_are_does_not_stop_the_one_that_changes_them() -> None:
+    run_ranks(1, asked_by_a_thread, timeout=60, environment=ALWAYS)
 
 
 def frozen_later(rank: int, world: int) -> None:
