@@ -31,7 +31,7 @@ WITHOUT_EFFECT: dict[Path, str] = {
     ("zero_optimization", "stage3_use_all_reduce_for_fetch_params"): "the planner decides",
     ("zero_optimization", "stage3_allgather_sequential"): "the planner decides",
     ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): "engine.save_16bit_model always gathers",
-    ("zero_optimization", "sub_group_size"): "the optimizer steps as a whole",
+    ("zero_optimization", "sub_group_size"): "the update is cut up only where states are offloaded, by their size",
     ("zero_optimization", "offload_optimizer", "nvme_path"): "states are moved to host memory",
     ("zero_optimization", "offload_optimizer", "pin_memory"): "host memory for states is always pinned",
     ("zero_optimization", "offload_optimizer", "buffer_count"): "three parts of the states are on the device at a time",
