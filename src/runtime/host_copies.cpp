@@ -18,22 +18,22 @@ c10::Allocator* hostAllocatorFor(at::Device device) {
 }
 
 // Lives in the context of the copy's data pointer.
-struct Owner {
+struct CopyOwner {
   std::shared_ptr<BufferPool> pool;
   Buffer buffer;
 };
 
-void deleteOwner(void* context) {
-  auto* owner = static_cast<Owner*>(context);
+void giveCopyBack(void* context) {
+  auto* owner = static_cast<CopyOwner*>(context);
   owner->pool->give(std::move(owner->buffer));
   delete owner;
 }
 
 // Null for a tensor, or a view into one, that take() did not make.
-Owner* ownerOf(const at::Tensor& copy) {
+CopyOwner* ownerOfCopy(const at::Tensor& copy) {
   c10::DataPtr& data = copy.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  const bool whole = data.get_deleter() == &deleteOwner && copy.const_data_ptr() == data.get();
-  return whole ? static_cast<Owner*>(data.get_context()) : nullptr;
+  const bool whole = data.get_deleter() == &giveCopyBack && copy.const_data_ptr() == data.get();
+  return whole ? static_cast<CopyOwner*>(data.get_context()) : nullptr;
 }
 
 // As at::empty_like does.
@@ -70,15 +70,15 @@ at::Tensor HostCopies::take(const at::Tensor& tensor, Stream& writer, Deadline d
   writer.wait(buffer.free_after, deadline);
   buffer.free_after = Event();
   void* const memory = buffer.memory.get();
-  auto* owner = new Owner{pool_, std::move(buffer)};
-  at::Tensor copy = tensorOver(c10::DataPtr(memory, owner, &deleteOwner, at::kCPU), bytes, tensor.sizes(),
+  auto* owner = new CopyOwner{pool_, std::move(buffer)};
+  at::Tensor copy = tensorOver(c10::DataPtr(memory, owner, &giveCopyBack, at::kCPU), bytes, tensor.sizes(),
                                tensor.scalar_type(), at::kCPU);
   useLayoutOf(tensor, copy);
   return copy;
 }
 
 HostCopies::InFlight HostCopies::inFlight(const at::Tensor& copy) {
-  const Owner* owner = ownerOf(copy);
+  const CopyOwner* owner = ownerOfCopy(copy);
   if (owner == nullptr) {
     return {copy, nullptr};
   }
@@ -88,7 +88,7 @@ HostCopies::InFlight HostCopies::inFlight(const at::Tensor& copy) {
 }
 
 void HostCopies::usedUntil(const at::Tensor& copy, Event event) {
-  if (Owner* owner = ownerOf(copy); owner != nullptr) {
+  if (CopyOwner* owner = ownerOfCopy(copy); owner != nullptr) {
     owner->buffer.free_after = std::move(event);
   }
 }
