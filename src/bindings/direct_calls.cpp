@@ -120,8 +120,17 @@ class Released {
 PyThreadState* heldState() {
 #if PY_VERSION_HEX >= 0x030D0000
   return PyThreadState_GetUnchecked();
-#else
+#elif PY_VERSION_HEX >= 0x030C0000
   return _PyThreadState_UncheckedGet();
+#else
+  // Here that is the state of whichever thread holds it, which another thread may be about to free: looked into only
+  // where there are subinterpreters, of which a thread has other states than its first.
+  PyThreadState* const current = _PyThreadState_UncheckedGet();
+  if (current == nullptr || current == PyGILState_GetThisThreadState()) {
+    return current;
+  }
+  const bool several = PyInterpreterState_Next(PyInterpreterState_Head()) != nullptr;
+  return several && current->thread_id == PyThread_get_thread_ident() ? current : nullptr;
 #endif
 }
 

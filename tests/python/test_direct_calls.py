@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import datetime
 import inspect
+import pathlib
 import pickle
 import sys
 import threading
@@ -16,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import deepcompile
 from deepcompile import _C, dc
 from harness import only_on_cpu, run_ranks
 from z3_fixture import GRAPH, start, whole_parameter
@@ -259,6 +262,25 @@ def release_beside_a_gather(rank: int, world: int) -> None:
 @only_on_cpu("on a device the host does not wait")
 def test_other_threads_run_while_a_release_waits_for_a_gather() -> None:
     run_ranks(2, release_beside_a_gather, environment={"DEEPCOMPILE_CPU_STREAM": "inline"})
+
+
+def does_not_hold_it(rank: int, world: int) -> None:
+    """Threads that Python does not know make what lets go of the interpreter, while this one holds it."""
+    library = ctypes.CDLL(str(pathlib.Path(deepcompile.__file__).parent / "lib" / "libdeepcompile.so"))
+    make = ctypes.cast(library._ZN2dc19InterpreterReleasedC1Ev, ctypes.c_void_p)
+    holding, waiting = ctypes.PyDLL(None), ctypes.CDLL(None)  # functions of C that are called with it, and without
+    for _ in range(50):
+        released, thread = (ctypes.c_void_p * 1)(1), ctypes.c_ulong()
+        assert holding.pthread_create(ctypes.byref(thread), None, make, released) == 0
+        deadline = time.monotonic() + 20
+        while released[0] == 1 and time.monotonic() < deadline:
+            pass
+        assert released[0] is None
+        assert waiting.pthread_join(thread, None) == 0
+
+
+def test_a_thread_without_the_interpreter_does_not_give_away_anothers() -> None:
+    run_ranks(1, does_not_hold_it, timeout=60)
 
 
 def after_a_subinterpreter(rank: int, world: int) -> None:

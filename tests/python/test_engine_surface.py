@@ -126,8 +126,8 @@ def test_the_configuration_of_a_deepspeed_user_is_understood_or_answered() -> No
         }
     )
     assert found.zero_optimization.leaf_modules == ["Experts", "model.moe"] and found.compile.enabled
-    with pytest.raises(ConfigError, match="'compile.offload_opt_states' is not supported"):
-        load_config({"compile": {"deepcompile": True, "offload_opt_states": True}})
+    with pytest.raises(ConfigError, match="'compile.offload_parameters' is not supported"):
+        load_config({"compile": {"deepcompile": True, "offload_parameters": True}})
     with pytest.raises(ConfigError, match="'tensorboard' is not supported: log engine.stats"):
         load_config({"tensorboard": {"enabled": True}})
     with pytest.raises(ConfigError, match="'compile.replan_factor' is 0.5; it must be above 1, or 0"):
