@@ -63,7 +63,7 @@ class Engine(EngineSurface):
         #: Moves the optimizer's states; None where they stay.
         self.offload: StateOffload | None = None
         if optimizer is not None and config.offloads_states and self.sharding.runtime.host_is_apart:
-            self.offload = self.sharding.offload = StateOffload(self.sharding, optimizer)
+            self.offload = self.sharding.offload = StateOffload(self.sharding, optimizer, config)
         self._trace_to: str | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model

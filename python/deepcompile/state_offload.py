@@ -21,6 +21,7 @@ from deepcompile import _fused_adam
 from deepcompile.state_moves import Moves, Schedule, everything
 
 if TYPE_CHECKING:
+    from deepcompile.config import Config
     from deepcompile.sharding import ShardedParam, Sharding
 
 #: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
@@ -47,7 +48,7 @@ def estimated_bytes(sharded: ShardedParam) -> int:
 class StateOffload:
     """Moves the states of one engine's optimizer. The calls come from the engine."""
 
-    def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer, config: Config) -> None:
         if sharding.offload is not None:
             raise RuntimeError(
                 "another engine of this model keeps its optimizer's states on the host already: a second one cannot; leave "
@@ -55,7 +56,6 @@ class StateOffload:
             )
         self._sharding = sharding
         self._states = sharding.runtime.states
-        config = sharding.config
         #: The planner decides, as long as it has a plan; otherwise all states move.
         self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
         self._members = sharding.by_parameter()

@@ -158,8 +158,10 @@ std::int64_t StateOffload::bytesAway() const {
   const std::lock_guard lock(context_->mutex);
   std::int64_t bytes = 0;
   for (const auto& [_, states] : states_) {
-    for (const at::Tensor& tensor : states.place == Place::Host ? states.tensors : std::vector<at::Tensor>()) {
-      bytes += static_cast<std::int64_t>(tensor.nbytes());
+    if (states.place == Place::Host) {
+      for (const at::Tensor& tensor : states.tensors) {
+        bytes += static_cast<std::int64_t>(tensor.nbytes());
+      }
     }
   }
   return bytes;

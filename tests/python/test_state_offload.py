@@ -267,6 +267,19 @@ def test_the_optimizer_that_the_engine_has_is_the_one_that_is_stepped() -> None:
     run_ranks(2, other_optimizers, environment=ALWAYS)
 
 
+def sharded_before(rank: int, world: int) -> None:
+    run = llama(planned_config(None) | {"zero_optimization": {"stage": 3, **HOST}})
+    state_offload._LEAST_PIECE = 1
+    model = deepcompile.shard(run.make(), planned_config(None, offload=False))
+    engine = deepcompile.initialize(model, OPTIMIZERS["sgd"], run.config)
+    losses_with_engine(engine, rank, run)
+    assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine) > 0
+
+
+def test_what_the_engine_is_told_counts_where_the_model_was_sharded_before() -> None:
+    run_ranks(2, sharded_before, environment=ALWAYS)
+
+
 def one_rank_watches(rank: int, world: int) -> None:
     run = llama(planned_config("least"))
     losses, _, _ = trained(rank, llama(planned_config(None, offload=False)))
