@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,8 @@ from deepcompile.segments import (
     only_from_gathers,
     share_gathers,
 )
-from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan, planned_graph
+from deepcompile.step_graph import BACKWARD, FORWARD
+from deepcompile.step_plan import GraphPlan, planned_graph
 
 _log = logging.getLogger("deepcompile")
 
@@ -61,17 +63,25 @@ after_import("torch._dynamo.backends.registry", _register)
 class _Compiled:
     """One compiled phase that can be replaced while its callers hold it."""
 
-    def __init__(self, function: Callable[..., Any], step: Any, phase: str, sharding: Any) -> None:
-        self.function = function
+    def __init__(self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any) -> None:
+        """``make`` compiles the phase by a plan."""
+        self._make = make
         self._step, self._phase, self._sharding = step, phase, sharding
         self._boxed_call = True  # takes one list, which it may empty
+        self._surroundings = _surroundings()
+        self._function = make(step.plan.graphs[phase] if step.plan else None)
+        step.compiled.setdefault(phase, weakref.WeakSet()).add(self)
+
+    def recompile(self, graph_plan: GraphPlan) -> None:
+        with self._surroundings():
+            self._function = self._make(graph_plan)
 
     def __call__(self, args: list[Any]) -> Any:
         self._step.ran_in = self._sharding.steps_begun
         if self._sharding.calls is not None and self._step.trains:
             self._sharding.calls.append(CompiledCall(self._step, self._phase))
             _C.note_call(self._sharding.graph_id, self._phase == BACKWARD)
-        return self.function(args)
+        return self._function(args)
 
 
 class _Unit:
@@ -81,17 +91,24 @@ class _Unit:
         from deepcompile.sharding import open_shardings
 
         self._module, self._inputs = module, example_inputs
-        self._names: dict[int, str] = {}  # parameters by the position of their input
-        self._sharding = None
         self._shardings: list[Any] = []  # more than one where a model reads another's parameters
+        found: list[tuple[int, Any, str]] = []
         for sharding in sorted(open_shardings(), key=lambda sharding: sharding.graph_id):
             members = sharding.by_parameter()
-            for index, value in enumerate(example_inputs):
-                if isinstance(value, torch.nn.Parameter) and value in members:
-                    self._names[index] = members[value].name
-                    self._sharding = sharding
-                    if sharding not in self._shardings:
-                        self._shardings.append(sharding)
+            own = [
+                (index, sharding, members[value].name)
+                for index, value in enumerate(example_inputs)
+                if isinstance(value, torch.nn.Parameter) and value in members
+            ]
+            found += own
+            self._shardings += [sharding] if own else []
+        #: Whose planner plans the graph.
+        self._sharding = self._shardings[-1] if self._shardings else None
+        #: Parameters by the position of their input. Two models may have parameters of the same name.
+        self._names = {
+            index: name if sharding is self._sharding else f"{name} of graph {sharding.graph_id}"
+            for index, sharding, name in found
+        }
         self._step: Any = None
 
     @property
@@ -201,7 +218,6 @@ class _Unit:
                 step = self._planner.plan_step(module, None)
             else:
                 step = self._step
-            context = _surroundings()
             give_gradients(module.graph)
 
             def with_plan(graph_plan: GraphPlan | None) -> Any:
@@ -211,15 +227,7 @@ class _Unit:
                 with self._order:
                     return inner(_with_graph(module, graph), example_inputs, **kwargs)
 
-            function = with_plan(step.plan.graphs[phase] if step.plan else None)
-            compiled = _Compiled(function, step, phase, self._sharding)
-
-            def recompile(graph_plan: GraphPlan) -> None:
-                with context():
-                    compiled.function = with_plan(graph_plan)
-
-            step.recompile[phase] = recompile
-            return compiled
+            return _Compiled(with_plan, step, phase, self._sharding)
 
         return compile_one
 

@@ -22,7 +22,7 @@ from deepcompile.recorded_step import Read, across_graphs, cycles_of, flushes, r
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
 from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
 from deepcompile.sharding import Sharding
-from deepcompile.step_plan import FORWARD
+from deepcompile.step_graph import FORWARD
 
 _log = logging.getLogger("deepcompile")
 
@@ -257,8 +257,8 @@ class CompiledGraph:
         """The same for gathering on demand, by the same measurements: what the plan is predicted to gain against."""
         plan = self._variants[0].step.plan
         assert plan is not None
-        graph = planner.StepGraph(plan.text)
-        return planner.plan(graph, self._options.machine, budget=None, strategy="on_demand").step_ns * 1e-9
+        planned = planner.plan(plan.planned.graph, self._options.machine, budget=None, strategy="on_demand")
+        return planned.step_ns * 1e-9
 
     @property
     def divergences(self) -> int:

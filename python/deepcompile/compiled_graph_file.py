@@ -29,7 +29,7 @@ def variants_text(variants: list[Variant], options: RecordedOptions) -> str:
     for variant in variants:
         plan = variant.step.plan
         assert plan is not None
-        parts += [variant.own_ops().text, plan.text, plan.planned.text]
+        parts += [variant.own_ops().text, plan.planned.graph.text, plan.planned.text]
     return _BETWEEN.join(parts)
 
 

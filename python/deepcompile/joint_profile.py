@@ -14,7 +14,7 @@ from deepcompile.engine_replay import ReplayProfile
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.replay import plan_recorded
 from deepcompile.sharding import Sharding
-from deepcompile.step_plan import FORWARD
+from deepcompile.step_graph import FORWARD
 
 
 class JointProfile(ReplayProfile):
@@ -36,7 +36,7 @@ class JointProfile(ReplayProfile):
         """A recording does not see activations; the graphs know what they save, and what their parts need meanwhile."""
         calls = self._sharding.calls or ()
         forwards = [call.step for call in calls if call.phase == FORWARD]
-        every = sum(size for step in forwards for _, size, _, _ in step.saved)
+        every = sum(one.bytes for step in forwards for one in step.saved)
         micro_batches = self._sharding.config.gradient_accumulation_steps or 1
         parts = (segment for call in calls for segment in call.step.graphs[call.phase].segments)
         meanwhile = max((segment.workspace for segment in parts), default=0)

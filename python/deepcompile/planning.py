@@ -8,57 +8,43 @@ import dataclasses
 import os
 import platform
 import statistics
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
+from deepcompile.batch_sizes import BatchSizes, over_all
 from deepcompile.config import LEAST
-from deepcompile.prefetch_limit import limit_prefetch
 from deepcompile.segments import Segments, cut, structure_hash
 from deepcompile.state_offload import estimated_bytes
-from deepcompile.step_plan import (
-    BACKWARD,
-    FORWARD,
-    GraphPlan,
-    ParamFacts,
-    StepPlan,
-    saved_buffers,
-    step_plan,
-    without_keeping,
-)
+from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, saved_buffers
+from deepcompile.step_plan import GraphPlan, StepPlan, step_plan, without_keeping
 from deepcompile.whole_step import Inputs, plan_whole_step
 
 if TYPE_CHECKING:
     from deepcompile.sharding import ShardedParam, Sharding
 
-#: What collectives cost between the ranks of one host before anything is measured.
-_SOCKETS = "inside latency=100us bandwidth=1GB"
-_SHARED_MEMORY = "inside latency=10us bandwidth=5GB"
+#: What collectives cost between the ranks of one host before anything is measured: nanoseconds, and bytes a second.
+_SOCKETS, _SHARED_MEMORY = (100_000, 1_000_000_000), (10_000, 5_000_000_000)
 #: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
 _BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
-#: What the runtime offloads: states, where an engine asks for it.
-_OFFLOAD_NOTHING, _OFFLOAD_STATES = "offload no\n", "offload states\n"
 
 
 def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
-    text = "machine this like 8xh200\n"
+    machine = planner.preset("8xh200")
     if sharding.runtime.device.type == "cpu":
-        slowdown = _INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE
-        link = _SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS
-        text = f"machine this like 2xcpu\n{link}\nslowdown {slowdown}\n"
+        machine = planner.preset("2xcpu").replace(
+            inside=_SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS,
+            slowdown=_INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE,
+        )
     moves_states = sharding.offload is not None and sharding.offload.planned
-    offload = _OFFLOAD_STATES if moves_states else _OFFLOAD_NOTHING
-    return planner.Machine(f"{text}{offload}devices {max(1, sharding.world)}\n")
-
-
-def _that_offloads_nothing(machine: planner.Machine) -> planner.Machine:
-    other = machine.text.replace(_OFFLOAD_STATES, _OFFLOAD_NOTHING)
-    return machine if other == machine.text else planner.Machine(other)
+    # Of what a plan may offload the runtime moves states, where an engine asks for it.
+    return machine.replace(name="this", devices=max(1, sharding.world), offload="states" if moves_states else "no")
 
 
 def _bytes_on_device(pieces: list[list[ShardedParam]]) -> Iterator[int]:
@@ -89,7 +75,7 @@ class Step:
 
     name: str
     graphs: dict[str, Segments]
-    saved: list[tuple[str, int, int, int]]
+    saved: list[Saved]
     plan: StepPlan | None = None
     why_not: str = ""  # why there is no plan
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -100,12 +86,21 @@ class Step:
     shares_gathers: bool = False
     #: Of a recorded iteration; where not given, the planner's own.
     recorded: RecordedOptions | None = None
-    #: Compiles one phase anew with another plan.
-    recompile: dict[str, Callable[[GraphPlan], None]] = dataclasses.field(default_factory=dict)
+    #: Needed for the largest batches that this rank has compiled the graphs for.
+    own_sizes: BatchSizes | None = None
+    #: What runs one phase, compiled for one or another shape. Whoever holds compiled code holds these.
+    compiled: dict[str, weakref.WeakSet[PlannedCode]] = dataclasses.field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
         return BACKWARD in self.graphs
+
+
+class PlannedCode(Protocol):
+    """Compiled code of one phase."""
+
+    def recompile(self, graph_plan: GraphPlan) -> None:
+        """With another plan."""
 
 
 class CompiledCall(NamedTuple):
@@ -191,7 +186,7 @@ class StepPlanner:
         """
         fuses = self._config.compile.backend == "inductor"
         graphs = {FORWARD: cut(forward.graph, fuses)}
-        saved: list[tuple[str, int, int, int]] = []
+        saved: list[Saved] = []
         if backward is not None:
             graphs[BACKWARD] = cut(backward.graph, fuses)
             saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
@@ -199,16 +194,33 @@ class StepPlanner:
             # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
             return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")
         key = structure_hash(graphs.values())
-        known = self.steps.get(key)
-        if known is not None:
-            return known
-        step = Step(f"step-{len(self.steps)}", graphs, saved)
-        step.seconds = {phase: [segment.seconds for segment in cut_.segments] for phase, cut_ in graphs.items()}
+        own = BatchSizes.of(graphs, saved)
+        step = self.steps.get(key)
+        if step is not None:
+            step.own_sizes = over_all([step.own_sizes, own]) if step.own_sizes is not None else own
+            return step
+        step = Step(f"step-{len(self.steps)}", graphs, saved, own_sizes=own)
+        sizes = self._agree_on_sizes(step, f"graph {key}", "compiled a new graph")
+        step.seconds = {phase: list(seconds) for phase, seconds in sizes.seconds.items()}
         self._plan(step)
         self._agree(step, f"graph {key}", "compiled a new graph")
         self.steps[key] = step
         self._place_reductions()
         return step
+
+    def _agree_on_sizes(self, step: Step, what: str, said: str) -> BatchSizes:
+        """What the step's graphs need on any rank: batches may differ, plans may not. A collective."""
+        assert step.own_sizes is not None
+        everybody: list[BatchSizes] = []
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{step.own_sizes.text}", said)):
+            other, _, text = line.partition("\n")
+            if other != what:
+                self._agreement.refuse(what, other, rank, said)
+            everybody.append(BatchSizes.parse(text))
+        sizes = over_all(everybody)
+        sizes.put_into(step.graphs)
+        step.saved = sizes.saved_buffers()
+        return sizes
 
     def _plan(self, step: Step) -> None:
         """Gives the step a plan, or the reason why there is none."""
@@ -237,7 +249,7 @@ class StepPlanner:
             step.seconds,
             step.saved,
             step.update_seconds,
-            machine if moves_states else _that_offloads_nothing(machine),
+            machine if moves_states else machine.replace(offload="no"),
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
             self._sharding.lets_gradients_go and of_all,
@@ -268,9 +280,8 @@ class StepPlanner:
         """Takes a plan that was made before, proved again."""
         assert step.recorded is not None
         graph = planner.StepGraph(graph_text, step.name)
-        step.plan = step_plan(
-            graph_text, planner.load_plan(graph, step.recorded.machine, plan_text), step.graphs, self._facts
-        )
+        loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
+        step.plan = step_plan(loaded, step.graphs, self._facts)
 
     def _agree(self, step: Step, what: str, said: str) -> None:
         """All ranks plan the same, or none: where one has no plan, all run as without one."""
@@ -339,6 +350,7 @@ class StepPlanner:
         self.machine = machine
         if self._sharding.offload is not None:
             self.learn_facts()  # its states are there now
+        self._agree_on_sizes(step, f"{step.name} measured", "planned from measurements")
         step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
         self._agree(step, f"{step.name} measured", "planned from measurements")
@@ -349,9 +361,10 @@ class StepPlanner:
         self._place_reductions()
         if step.plan.graphs == before:
             return False
-        for phase, recompile in step.recompile.items():
+        for phase, compiled in step.compiled.items():
             if before is None or step.plan.graphs[phase] != before[phase]:
-                recompile(step.plan.graphs[phase])
+                for code in compiled:  # for every shape: a rank may come back to any of them
+                    code.recompile(step.plan.graphs[phase])
         self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
         return True
 
@@ -374,11 +387,10 @@ class StepPlanner:
 
 
 def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
-    text, planned = inputs.plan(micro_batches=1)
+    planned = inputs.plan(micro_batches=1)
     if options.prefetch_ahead is not None:
-        graph = planner.StepGraph(text, inputs.name)
-        planned = limit_prefetch(graph, options.machine, planned, inputs.graphs, options.prefetch_ahead)
-    return step_plan(text, planned, inputs.graphs, inputs.facts)
+        planned = planner.limit_prefetch(planned, options.prefetch_ahead)
+    return step_plan(planned, inputs.graphs, inputs.facts)
 
 
 def memory_name(device: torch.device) -> str:

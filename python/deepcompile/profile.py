@@ -19,7 +19,8 @@ import torch.distributed as dist
 from deepcompile import plan as planner
 from deepcompile.planning import Step
 from deepcompile.report import one_line
-from deepcompile.step_plan import BACKWARD, FORWARD, GraphPlan
+from deepcompile.step_graph import BACKWARD, FORWARD
+from deepcompile.step_plan import GraphPlan
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -261,16 +262,27 @@ def _fastest(curves: Iterable[dict[int, float]]) -> dict[int, float]:
 def measured_machine(
     machine: planner.Machine, gathers: dict[int, float], reductions: dict[int, float]
 ) -> planner.Machine:
-    lines = [line for line in machine.text.splitlines() if line.split()[0] not in ("gather", "reduce")]
-    for name, curve in (("gather", gathers), ("reduce", reductions)):
-        points: list[str] = []
-        floor = 1
-        for size in sorted(curve):
-            floor = max(floor, round(curve[size] * 1e9))  # more bytes never take less
-            points.append(f"{size}B:{floor}ns")
-        if points:
-            lines.append(f"{name} {' '.join(points[:: max(1, len(points) // 8)])}")
-    return planner.Machine("\n".join(lines) + "\n")
+    """``machine`` with the measured curves in place of what it had of them. ``gathers``, ``reductions``: seconds by bytes."""
+    return machine.replace(
+        gather=_points(gathers) if gathers else None, reduce=_points(reductions) if reductions else None
+    )
+
+
+#: Points of a measured curve, at most.
+_MOST_POINTS = 9
+
+
+def _points(curve: Mapping[int, float]) -> list[tuple[int, int]]:
+    """(bytes, nanoseconds), evenly thinned out. The ends stay: beyond them a curve is continued from there."""
+    points: list[tuple[int, int]] = []
+    floor = 1
+    for size in sorted(curve):
+        floor = max(floor, round(curve[size] * 1e9))  # more bytes never take less
+        points.append((size, floor))
+    last = len(points) - 1
+    if last < _MOST_POINTS:
+        return points
+    return [points[round(i * last / (_MOST_POINTS - 1))] for i in range(_MOST_POINTS)]
 
 
 __all__ = ["Profile", "by_size", "measured_machine", "over_ranks", "segment_seconds"]

@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import torch
 
@@ -140,7 +141,7 @@ class RecordedOps(list[RecordedOp]):
     @property
     def text(self) -> str:
         m = self.model
-        lines = [_FORMAT, f"model {m.model} world={m.world} stage={m.stage} tail={round(self.tail * 1e9)}"]
+        lines = [_FORMAT, f"model {_word(m.model)} world={m.world} stage={m.stage} tail={round(self.tail * 1e9)}"]
         for p in m.params:
             shape = "x".join(map(str, p.shape)) or "scalar"
             flags = "".join(
@@ -148,10 +149,10 @@ class RecordedOps(list[RecordedOp]):
                 for flag, on in (("frozen", not p.trainable), ("persistent", p.persistent), ("leaf", p.leaf))
                 if on
             )
-            lines.append(f"param {p.name} {shape} {p.dtype}{flags}")
+            lines.append(f"param {_word(p.name)} {shape} {p.dtype}{flags}")
         for op in self:
             lines.append(
-                f"{op.kind} {op.param or '-'} {op.bytes} {op.dtype} {op.phase} {op.iteration} {op.micro} {op.start} {op.end}"
+                f"{op.kind} {_word(op.param)} {op.bytes} {op.dtype} {op.phase} {op.iteration} {op.micro} {op.start} {op.end}"
             )
         return "\n".join(lines) + "\n"
 
@@ -169,14 +170,14 @@ class RecordedOps(list[RecordedOp]):
                 if not words:
                     continue
                 if words[0] == "model":
-                    name = words[1]
+                    name = _unword(words[1])
                     facts |= {key: int(value) for key, value in (word.split("=") for word in words[2:])}
                 elif words[0] == "param":
                     shape = () if words[2] == "scalar" else tuple(int(size) for size in words[2].split("x"))
                     flags = set(words[4:])
                     params.append(
                         ParamRecord(
-                            words[1], shape, words[3], "frozen" not in flags, "persistent" in flags, "leaf" in flags
+                            _unword(words[1]), shape, words[3], "frozen" not in flags, "persistent" in flags, "leaf" in flags
                         )
                     )
                 elif words[0] in KINDS:
@@ -184,7 +185,7 @@ class RecordedOps(list[RecordedOp]):
                     iteration, micro, start, end = map(int, numbers)
                     ops.append(
                         RecordedOp(
-                            kind, param if param != "-" else "", int(size), dtype, phase, iteration, micro, start, end
+                            kind, _unword(param), int(size), dtype, phase, iteration, micro, start, end
                         )
                     )
                 else:
@@ -203,6 +204,19 @@ class RecordedOps(list[RecordedOp]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RecordedOps:
         return cls.parse(pathlib.Path(path).read_text(), os.fspath(path))
+
+
+def _word(name: str) -> str:
+    """A name as one word of the text, whatever is in it; "-" stands for none."""
+    return "%2D" if name == "-" else quote(name, safe=_READABLE) or "-"
+
+
+def _unword(word: str) -> str:
+    return "" if word == "-" else unquote(word)
+
+
+#: Characters of names that stand for themselves.
+_READABLE = "/:;,=+*?!@$&'()[]{}<>|^~#"
 
 
 def _unpickle(ops: list[Any], model: ModelRecord, tail: float) -> RecordedOps:

@@ -18,7 +18,8 @@ from deepcompile import plan as planner
 from deepcompile.planning import Step
 from deepcompile.recorded_ops import ModelRecord, ParamRecord, RecordedOp, RecordedOps
 from deepcompile.segments import GatheredParam, Segment, Segments, small_params
-from deepcompile.step_plan import BACKWARD, FORWARD, placed_gathers
+from deepcompile.step_graph import BACKWARD, FORWARD, first_nodes
+from deepcompile.step_plan import placed_gathers, reductions_of
 
 #: Shorter than this behind the beginning of a segment, a release belongs to the one before: the interpreter is not as
 #: prompt as the plan. In nanoseconds.
@@ -189,10 +190,10 @@ ScheduledRead = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]]]
 def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRead]:
     """What a replay does at each read: start gathers before it, and keep the copy after it or not. ``keys``: by name."""
     assert step.plan is not None
-    position, launches, intervals = placed_gathers(step.plan.planned, cycle.graphs)
-    where = [position[f"{phase[0]}{segment}"] for phase, segment in cycle.places]
+    gathers, first = placed_gathers(step.plan.planned, cycle.graphs), first_nodes(cycle.graphs)
+    where = [first[phase] + segment for phase, segment in cycle.places]
     starts: list[list[list[Key]]] = [[] for _ in cycle.reads]
-    for begin, params in launches:
+    for begin, params in gathers.launches:
         at = next((index for index, place in enumerate(where) if place >= begin), None)
         if at is not None:
             starts[at].append([keys[param] for param in params])
@@ -201,7 +202,7 @@ def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRe
         later = next((j for j in range(index + 1, len(where)) if cycle.reads[j].param == read.param), None)
         keep = later is not None and any(
             begin <= where[index] and where[later] < end
-            for begin, end in intervals.get(read.param, [[0, len(position)]])  # without a gather: there all the time
+            for begin, end in gathers.intervals.get(read.param, [[0, gathers.nodes]])  # without a gather: there all the time
         )
         dtype = getattr(torch, read.dtype)
         result.append(((keys[read.param][0], dtype, read.kind, read.backward), keep, starts[index]))
@@ -232,7 +233,7 @@ def flushes(planned: planner.Plan, order: Sequence[str], sizes: Mapping[str, int
     """After which gradients of ``order`` the plan reduces. Empty where it reduces all at once.
     ``sizes``: elements by name.
     """
-    groups = [items for kind, _, _, items in planned.instructions if kind == "reduce"]
+    groups = reductions_of(planned)
     last = {param: index for index, param in enumerate(order)}
     ends = sorted({max(last[param] for param in group if param in last) for group in groups if set(group) & set(last)})
     after = [False] * len(order)

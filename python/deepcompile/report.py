@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from deepcompile.step_plan import BACKWARD, FORWARD
+from deepcompile.step_graph import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine

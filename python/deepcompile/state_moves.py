@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from deepcompile import plan as planner
 
@@ -45,19 +45,19 @@ def everything(pieces: Sequence[tuple[int, ...]]) -> Schedule:
     return Schedule(tuple(updates), home, frozenset(home))
 
 
-_STATE = "state:"
-
-
-def placed_moves(planned: planner.Plan, nodes: Sequence[str], ids: Mapping[str, int]) -> list[Moves]:
-    """What the plan does to the optimizer's states before each of the nodes, and behind the last."""
-    found: list[dict[str, list[int]]] = [{"leave": [], "let_go": [], "fetch": []} for _ in range(len(nodes) + 1)]
-    position = {node: number for number, node in enumerate(nodes)}
+def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
+    """What the plan does to the optimizer's states before each node, and behind the last. ``ids``: by which the runtime
+    knows the graph's parameters.
+    """
+    found: list[dict[str, list[int]]] = [
+        {"leave": [], "let_go": [], "fetch": []} for _ in range(len(planned.graph) + 1)
+    ]
     leaving: dict[int | None, list[int]] = {}  # by operation
     following = 0
     for kind, node, operation, items in planned.instructions:  # only what computes has a node
-        states = [ids[item.removeprefix(_STATE)] for item in items if item.startswith(_STATE)]
+        states = [ids[param] for item, param in items if item == "state"]
         if node is not None:
-            following = position[node] + 1
+            following = node + 1
         elif kind == "offload":
             leaving[operation] = states
             found[following]["leave"] += states

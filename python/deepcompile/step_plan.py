@@ -1,32 +1,17 @@
-"""From cut graphs to the planner's step graph, and from its plan to what each graph gathers, keeps and launches when."""
+"""From the planner's plan of a step to what each graph gathers, keeps and launches when, and to the rewritten graphs."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import fx
 
 from deepcompile import plan as planner
-from deepcompile.live_memory import storages, tensor_bytes
 from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, REDUCE, Segments, cut, name_of
 from deepcompile.state_moves import Moves, Schedule, placed_moves, state_schedule
-
-FORWARD, BACKWARD = "forward", "backward"
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamFacts:
-    """What the planner has to know of a parameter besides what the graph shows."""
-
-    shard_bytes: int
-    grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
-    state_bytes: int  # of the optimizer's state on this rank
-    stays: bool  # gathered from update to update, whatever the plan
-    sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
-    cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
-    id: int = -1  # by which the runtime knows it
+from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, first_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +46,6 @@ class StepPlan:
 
     graphs: dict[str, GraphPlan]  # by phase
     planned: planner.Plan  # of the whole step, all micro-batches
-    text: str  # of the step graph
     #: Of one micro-batch, beside which what is kept from one to the next stays: what the graphs do. The same as
     #: ``planned`` where there is no accumulation.
     micro: planner.Plan
@@ -79,148 +63,43 @@ class StepPlan:
         return self.planned.hash if self.micro is self.planned else f"{self.planned.hash}+{self.micro.hash}"
 
 
-def _nanoseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1e9))
+@dataclasses.dataclass
+class Gathers:
+    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes."""
+
+    #: The node before which each is started, with its parameters.
+    launches: list[tuple[int, tuple[str, ...]]]
+    #: For each parameter the stretches [from, to) of nodes in which it is gathered.
+    intervals: dict[str, list[list[int]]]
+    #: Nodes of segments: all but those of the update.
+    nodes: int
 
 
-def step_graph_text(
-    name: str,
-    graphs: Mapping[str, Segments],
-    facts: Mapping[str, ParamFacts],
-    world: int,
-    seconds: Mapping[str, list[float]],
-    saved: list[tuple[str, int, int, int]],
-    update_seconds: float = 1e-6,
-    *,
-    micro_batches: int = 1,
-    kept: Iterable[str] = (),
-    late_gradients: bool = False,
-    pieces: Sequence[Sequence[str]] = (),
-    piece_workspace: Sequence[int] = (),
-) -> str:
-    """The planner's text form. ``seconds``: of each segment, by phase; ``saved``: (buffer, bytes, forward segment that makes
-    it, backward segment that reads it last); ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
-    all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
-    update; ``pieces``: parameters that are updated together, where they are not all, with the bytes that each needs beside.
-    """
-    lines = [f"graph {name}", f"world {world}", "stage 3"]
-    params = {param.name: param for segments in graphs.values() for param in segments.params.values()}
-    stays = {param for param in params if facts[param].stays} | set(kept)
-    updated = [p for p in params if BACKWARD in graphs and facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
-    for param in params.values():
-        fact = facts[param.name]
-        options = f"bytes={param.bytes}B shard={fact.shard_bytes}B"
-        if fact.grad_bytes:
-            late = late_gradients and param.name in updated
-            options += f" grad={fact.grad_bytes}B accum={0 if late else fact.sum_bytes}B state={fact.state_bytes}B"
-        options += " persistent" if param.name in stays else ""
-        lines.append(f"param {param.name} {options}{'' if fact.grad_bytes else ' frozen'}")
-    lines += [f"buffer gradient:{p} bytes={facts[p].sum_bytes}B gradient" for p in updated if late_gradients]
-    for micro in range(micro_batches):
-        lines += [f"buffer {buffer}{_suffix(micro)} bytes={size}B" for buffer, size, _, _ in saved]
-    # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
-    to_come = set(updated) if late_gradients else set()
-    reduced: list[str] = []
-    for micro in range(micro_batches):
-        for phase, segments in graphs.items():
-            for index, segment in enumerate(segments.segments):
-                line = f"node {node_name(phase, index, micro)} compute time={_nanoseconds(seconds[phase][index])}ns"
-                line += f" phase={phase} block={index}" + (f" micro={micro}" if micro_batches > 1 else "")
-                grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
-                line += f" uses={','.join(segment.uses)}" if segment.uses else ""
-                line += f" grads={','.join(grads)}" if grads else ""
-                place = 2 if phase == FORWARD else 3
-                buffers = [f"{entry[0]}{_suffix(micro)}" for entry in saved if entry[place] == index]
-                made, read = (buffers + reduced, []) if phase == FORWARD else (reduced, buffers)
-                line += f" reads={','.join(read)}" if read else ""
-                line += f" makes={','.join(made)}" if made else ""
-                reduced = [f"gradient:{grad}" for grad in grads if grad in to_come]
-                to_come -= set(grads)
-                workspace = segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
-                line += f" workspace={workspace}B" if workspace else ""
-                lines.append(line)
-    cut_up = [[param for param in piece if param in updated] for piece in pieces] or [updated]
-    everything = sum(facts[param].shard_bytes for param in updated) or 1
-    for index, piece in enumerate(cut_up if updated else ()):
-        share = sum(facts[param].shard_bytes for param in piece) / everything
-        line = f"node {update_name(index, len(cut_up))} optimizer time={_nanoseconds(update_seconds * share)}ns"
-        line += f" updates={','.join(piece)}" if piece else ""
-        line += f" makes={','.join(reduced)}" if reduced and index == 0 else ""
-        if late_gradients and index == len(cut_up) - 1:  # all go when all are updated
-            there = [f"gradient:{p}" for p in updated if index > 0 or f"gradient:{p}" not in reduced]
-            line += f" reads={','.join(there)}" if there else ""
-        line += f" workspace={piece_workspace[index]}B" if piece_workspace else ""
-        lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def _suffix(micro: int) -> str:
-    return f"@{micro}" if micro else ""
-
-
-def node_name(phase: str, index: int, micro: int = 0) -> str:
-    return f"{phase[0]}{index}{_suffix(micro)}"
-
-
-def update_name(piece: int, pieces: int) -> str:
-    return f"update{piece}" if pieces > 1 else "update"
-
-
-def _has_gradient(segments: Segments, param: str) -> bool:
-    return any(param in segment.grads for segment in segments.segments)
-
-
-def saved_buffers(
-    forward: Segments, backward: Segments, backward_module: fx.GraphModule
-) -> list[tuple[str, int, int, int]]:
-    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of.
-    Views of the same memory are one buffer.
-    """
-    made = {node.name: node for segment in forward.segments for node in segment.nodes}
-    made_in = {node: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
-    storage = storages(next(iter(made_in)).graph) if made_in else {}
-    read_in: dict[fx.Node, int] = {}
-    for index, segment in enumerate(backward.segments):
-        read_in |= {source: index for node in segment.nodes for source in node.all_input_nodes}
-    found: dict[fx.Node, tuple[str, int, int, int]] = {}
-    for node in backward_module.graph.nodes:
-        if node.op != "placeholder" or node.name not in made or node not in read_in:
-            continue
-        base = storage[made[node.name]]
-        size = tensor_bytes(base.meta.get("val"))
-        if size and base in made_in:
-            before = found.get(base)
-            last = max(read_in[node], before[3] if before else 0)
-            found[base] = (before[0] if before else f"saved:{node.name}", size, made_in[base], last)
-    return list(found.values())
-
-
-def placed_gathers(
-    planned: planner.Plan, graphs: Mapping[str, Segments]
-) -> tuple[dict[str, int], list[tuple[int, tuple[str, ...]]], dict[str, list[list[int]]]]:
-    """The position of each segment's node in the step; the gathers of the plan, each with the position before which it is
-    started; and for each parameter the stretches [from, to) of positions in which it is gathered.
-    """
-    nodes = [node_name(phase, index) for phase, cut_ in graphs.items() for index in range(len(cut_.segments))]
-    position = {node: number for number, node in enumerate(nodes)}
-    launches: list[tuple[int, tuple[str, ...]]] = []
-    intervals: dict[str, list[list[int]]] = {}
-    following = 0  # the position of the next segment
+def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gathers:
+    names = planned.graph.params
+    found = Gathers([], {}, sum(len(segments.segments) for segments in graphs.values()))
+    following = 0
     for kind, node, _, items in planned.instructions:
-        if kind in ("compute", "optimizer"):
-            following = position[node] + 1 if node in position else len(nodes)
+        if node is not None:
+            following = min(node + 1, found.nodes)
         elif kind == "gather":
-            launches.append((following, tuple(items)))
-            for param in items:
-                intervals.setdefault(param, []).append([following, len(nodes)])
+            params = tuple(names[index] for _, index in items)
+            found.launches.append((following, params))
+            for param in params:
+                found.intervals.setdefault(param, []).append([following, found.nodes])
         elif kind == "release":
-            for param in items:
-                intervals[param][-1][1] = following
-    return position, launches, intervals
+            for _, index in items:
+                found.intervals[names[index]][-1][1] = following
+    return found
+
+
+def reductions_of(planned: planner.Plan) -> list[tuple[str, ...]]:
+    """The parameters whose gradients each reduction of the plan takes, in its order."""
+    names = planned.graph.params
+    return [tuple(names[index] for _, index in items) for kind, _, _, items in planned.instructions if kind == "reduce"]
 
 
 def step_plan(
-    text: str,
     planned: planner.Plan,
     graphs: Mapping[str, Segments],
     facts: Mapping[str, ParamFacts],
@@ -230,8 +109,7 @@ def step_plan(
     """Reads the plan of one micro-batch as what each graph does. ``pieces`` of an update around which the optimizer's states
     move; 0 where they do not.
     """
-    position, launches, intervals = placed_gathers(planned, graphs)
-    order = range(len(position))
+    gathers, first = placed_gathers(planned, graphs), first_nodes(graphs)
     takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
     for phase, segments in graphs.items():
         for param in segments.params:
@@ -241,8 +119,8 @@ def step_plan(
             if facts[param].stays or param in kept:
                 takes[phase].append(Take(used[0], param, True, used[-1]))
                 continue
-            base = position[f"{phase[0]}0"]
-            for begin, end in intervals.get(param, [[0, len(order)]]):
+            base = first[phase]
+            for begin, end in gathers.intervals.get(param, [[0, gathers.nodes]]):
                 inside = [index for index in used if begin <= base + index < end]
                 if inside:
                     later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
@@ -251,27 +129,24 @@ def step_plan(
                     takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
     moves: list[Moves] = []
     if pieces:
-        updates = [update_name(index, pieces) for index in range(pieces)]
-        ids = {param: fact.id for param, fact in facts.items()}
-        moves = placed_moves(planned, [*position, *updates], ids)
+        moves = placed_moves(planned, [facts[param].id for param in planned.graph.params])
     result = {}
     for phase, segments in graphs.items():
-        base = position[f"{phase[0]}0"]
+        base = first[phase]
         states = enumerate(moves[base : base + len(segments.segments)])
         own = [
             Launch(where - base, params)
-            for where, params in launches
+            for where, params in gathers.launches
             if base <= where < base + len(segments.segments) and params
         ]
         together = _taken_together(takes[phase], own)
         result[phase] = GraphPlan(
             tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
         )
-    reductions = tuple(tuple(items) for kind, _, _, items in planned.instructions if kind == "reduce")
-    found = StepPlan(result, planned, text, planned, kept=kept, reductions=reductions)
+    found = StepPlan(result, planned, planned, kept=kept, reductions=tuple(reductions_of(planned)))
     found.reductions_in_flight = _most_in_flight(planned)
     if pieces:
-        found.states = state_schedule(moves, moves[len(position) :])
+        found.states = state_schedule(moves, moves[gathers.nodes :])
     return found
 
 
@@ -399,19 +274,13 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
 
 
 __all__ = [
-    "BACKWARD",
-    "FORWARD",
     "GraphPlan",
     "Launch",
-    "ParamFacts",
     "StepPlan",
     "Take",
-    "node_name",
     "placed_gathers",
     "planned_graph",
-    "saved_buffers",
-    "step_graph_text",
+    "reductions_of",
     "step_plan",
-    "update_name",
     "without_keeping",
 ]

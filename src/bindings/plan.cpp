@@ -8,8 +8,10 @@
 
 #include "deepcompile/plan/command.h"
 #include "deepcompile/plan/explain.h"
+#include "deepcompile/plan/graph_builder.h"
 #include "deepcompile/plan/graph_text.h"
 #include "deepcompile/plan/models.h"
+#include "deepcompile/plan/prefetch_limit.h"
 #include "deepcompile/plan/strategies/planned.h"
 #include "deepcompile/plan/strategy.h"
 #include "deepcompile/plan/verifier.h"
@@ -54,19 +56,40 @@ PlannedStep loadPlan(std::shared_ptr<const StepGraph> graph, const Machine& mach
   return finish(std::move(graph), machine, budget, [&](const Problem&) { return std::move(plan); });
 }
 
-// (kind, node, operation, items): what a runtime executes.
+PlannedStep limitedPrefetch(const PlannedStep& step, Index ahead) {
+  const py::gil_scoped_release release;
+  Plan plan = limitPrefetch(*step.graph, step.plan, ahead);
+  return finish(step.graph, step.cost->machine(), step.plan.budget, [&](const Problem&) { return std::move(plan); });
+}
+
+py::object orNone(Index index) { return index == kNone ? py::object(py::none()) : py::int_(index); }
+
+// (kind, node, operation, items): what a runtime executes. A node is its place in the graph, an item (kind, index).
 py::list instructions(const PlannedStep& step) {
   py::list list;
   for (const Instruction& in : step.plan.instructions) {
     py::list items;
     for (const Item& item : step.plan.itemsOf(in)) {
-      items.append(nameOf(*step.graph, item));
+      items.append(py::make_tuple(std::string(name(item.kind)), item.id));
     }
-    list.append(py::make_tuple(std::string(name(in.kind)),
-                               in.node == kNone ? py::object(py::none()) : py::str(step.graph->nodes[in.node].name),
-                               in.op == kNone ? py::object(py::none()) : py::int_(in.op), items));
+    list.append(py::make_tuple(std::string(name(in.kind)), orNone(in.node), orNone(in.op), items));
   }
   return list;
+}
+
+template <typename Things>
+std::vector<std::string> namesOf(const Things& things) {
+  std::vector<std::string> names;
+  for (const auto& thing : things) {
+    names.push_back(thing.name);
+  }
+  return names;
+}
+
+template <typename T>
+T known(std::optional<T> value, const char* what, const std::string& text) {
+  check(value.has_value(), [&] { return concat("'", text, "' is no ", what); });
+  return *value;
 }
 
 py::dict byResource(const std::array<Nanos, kResources>& values) {
@@ -75,6 +98,98 @@ py::dict byResource(const std::array<Nanos, kResources>& values) {
     dict[py::str(std::string(name(static_cast<Resource>(r))))] = values[r];
   }
   return dict;
+}
+
+using Curve = std::vector<std::pair<Bytes, Nanos>>;
+
+Curve pairsOf(const std::vector<Point>& points) {
+  Curve pairs;
+  for (const Point& point : points) {
+    pairs.emplace_back(point.bytes, point.time);
+  }
+  return pairs;
+}
+
+std::vector<Point> pointsOf(const Curve& pairs) {
+  std::vector<Point> points;
+  for (const auto& [bytes, time] : pairs) {
+    points.push_back({bytes, time});
+  }
+  return points;
+}
+
+// The machine with what is given in place of what it has. `inside`: latency in nanoseconds, bytes per second.
+Machine replaced(Machine machine, std::optional<std::string> called, std::optional<int> devices,
+                 std::optional<int> slowdown, std::optional<std::pair<Nanos, std::int64_t>> inside,
+                 std::optional<std::string> offloads, std::optional<Curve> gather, std::optional<Curve> reduce) {
+  machine.name = called.value_or(machine.name);
+  machine.devices = devices.value_or(machine.devices);
+  machine.slowdown = slowdown.value_or(machine.slowdown);
+  if (inside) {
+    machine.inside = {inside->first, inside->second};
+  }
+  if (offloads) {
+    machine.offload = known(offload(*offloads), "kind of offload (no, states, yes)", *offloads);
+  }
+  if (gather) {
+    machine.gather = pointsOf(*gather);
+  }
+  if (reduce) {
+    machine.reduce = pointsOf(*reduce);
+  }
+  validate(machine);
+  return machine;
+}
+
+// Times and sizes are keywords: each argument of these calls is a number of nanoseconds, of bytes, or an index.
+void defineGraphBuilder(py::module_& module) {
+  py::class_<StepGraphBuilder>(module, "StepGraphBuilder")
+      .def(py::init<std::string, int, int>(), py::arg("name"), py::kw_only(), py::arg("world"), py::arg("stage") = 3)
+      .def(
+          "param",
+          [](StepGraphBuilder& builder, std::string called, Bytes bytes, Bytes shard, Bytes grad, Bytes accum,
+             Bytes state, bool persistent, bool frozen) {
+            return builder.add(Param{.name = std::move(called),
+                                     .bytes = bytes,
+                                     .shard = shard,
+                                     .grad = grad,
+                                     .accum = accum,
+                                     .state = state,
+                                     .persistent = persistent,
+                                     .frozen = frozen});
+          },
+          py::arg("name"), py::kw_only(), py::arg("bytes"), py::arg("shard"), py::arg("grad") = 0, py::arg("accum") = 0,
+          py::arg("state") = 0, py::arg("persistent") = false, py::arg("frozen") = false)
+      .def(
+          "buffer",
+          [](StepGraphBuilder& builder, std::string called, Bytes bytes, bool gradient) {
+            return builder.add(Buffer{.name = std::move(called), .bytes = bytes, .gradient = gradient});
+          },
+          py::arg("name"), py::kw_only(), py::arg("bytes"), py::arg("gradient") = false)
+      .def(
+          "node",
+          [](StepGraphBuilder& builder, std::string called, const std::string& in, Nanos time, Index block, Index micro,
+             Bytes workspace, std::vector<Index> uses, std::vector<Index> grads, std::vector<Index> updates,
+             std::vector<Index> makes, std::vector<Index> reads) {
+            const Phase part = known(phase(in), "phase (forward, backward, update)", in);
+            return builder.add(Node{.name = std::move(called),
+                                    .kind = part == Phase::Update ? NodeKind::Optimizer : NodeKind::Compute,
+                                    .phase = part,
+                                    .micro = micro,
+                                    .block = block,
+                                    .time = time,
+                                    .workspace = workspace,
+                                    .uses = std::move(uses),
+                                    .grads = std::move(grads),
+                                    .updates = std::move(updates),
+                                    .makes = std::move(makes),
+                                    .reads = std::move(reads)});
+          },
+          py::arg("name"), py::kw_only(), py::arg("phase"), py::arg("time"), py::arg("block") = 0, py::arg("micro") = 0,
+          py::arg("workspace") = 0, py::arg("uses") = std::vector<Index>(), py::arg("grads") = std::vector<Index>(),
+          py::arg("updates") = std::vector<Index>(), py::arg("makes") = std::vector<Index>(),
+          py::arg("reads") = std::vector<Index>())
+      .def("build", [](StepGraphBuilder& builder) { return std::make_shared<StepGraph>(builder.build()); });
 }
 
 }  // namespace
@@ -95,7 +210,12 @@ PYBIND11_MODULE(_plan, module) {
       .def_readonly("stage", &StepGraph::stage)
       .def_property_readonly("text", [](const StepGraph& graph) { return print(graph); })
       .def_property_readonly("hash", [](const StepGraph& graph) { return hashOf(graph); })
+      .def_property_readonly("params", [](const StepGraph& graph) { return namesOf(graph.params); })
+      .def_property_readonly("buffers", [](const StepGraph& graph) { return namesOf(graph.buffers); })
+      .def_property_readonly("nodes", [](const StepGraph& graph) { return namesOf(graph.nodes); })
       .def("__len__", [](const StepGraph& graph) { return graph.nodes.size(); });
+
+  defineGraphBuilder(module);
 
   py::class_<Machine>(module, "Machine")
       .def(py::init([](const std::string& text, const std::string& file) { return parseMachine(text, file); }),
@@ -103,7 +223,12 @@ PYBIND11_MODULE(_plan, module) {
       .def_readonly("name", &Machine::name)
       .def_readonly("devices", &Machine::devices)
       .def_readonly("budget", &Machine::budget)
-      .def_property_readonly("text", [](const Machine& machine) { return print(machine); });
+      .def_property_readonly("text", [](const Machine& machine) { return print(machine); })
+      .def_property_readonly("gather", [](const Machine& machine) { return pairsOf(machine.gather); })
+      .def_property_readonly("reduce", [](const Machine& machine) { return pairsOf(machine.reduce); })
+      .def("replace", &replaced, py::kw_only(), py::arg("name") = py::none(), py::arg("devices") = py::none(),
+           py::arg("slowdown") = py::none(), py::arg("inside") = py::none(), py::arg("offload") = py::none(),
+           py::arg("gather") = py::none(), py::arg("reduce") = py::none());
 
   py::class_<PlannedStep>(module, "Plan")
       .def_property_readonly("strategy", [](const PlannedStep& step) { return step.plan.strategy; })
@@ -115,6 +240,7 @@ PYBIND11_MODULE(_plan, module) {
       .def_property_readonly("peak_bytes", [](const PlannedStep& step) { return step.made.memory.peak; })
       .def_property_readonly("exposed_ns", [](const PlannedStep& step) { return byResource(step.made.run.exposed); })
       .def_property_readonly("busy_ns", [](const PlannedStep& step) { return byResource(step.made.run.busy); })
+      .def_property_readonly("graph", [](const PlannedStep& step) { return step.graph; })
       .def_property_readonly("instructions", &instructions)
       .def(
           "explain",
@@ -159,6 +285,7 @@ PYBIND11_MODULE(_plan, module) {
         return leastBudget({graph, usage, cost, 0});
       },
       py::arg("graph"), py::arg("machine"));
+  module.def("limit_prefetch", &limitedPrefetch, py::arg("plan"), py::arg("ahead"));
   module.def("load_plan", &loadPlan, py::arg("graph"), py::arg("machine"), py::arg("text"));
   module.def(
       "verify",

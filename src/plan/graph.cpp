@@ -38,8 +38,9 @@ void checkParts(const StepGraph& graph) {
     checkSize(param.grad, of, "grad");
     checkSize(param.accum, of, "accum");
     checkSize(param.state, of, "state");
-    check(param.shard <= param.bytes || graph.world == 1 || param.bytes < graph.world * 64, [&] {
-      return concat(of, ": the shard (", param.shard, ") is larger than the parameter (", param.bytes, ")");
+    // A 16-bit parameter may have a 32-bit master shard, which is padded to a whole element.
+    check(graph.world == 1 || param.shard <= 2 * param.bytes + 16, [&] {
+      return concat(of, ": the shard (", param.shard, ") is more than twice the parameter (", param.bytes, ")");
     });
   }
   for (std::size_t i = 0; i < graph.buffers.size(); ++i) {

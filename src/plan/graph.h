@@ -42,16 +42,16 @@ struct Node {
   std::string name;
   NodeKind kind = NodeKind::Compute;  // Compute or Optimizer
   Phase phase = Phase::Forward;
-  Index micro = 0;             // micro-batch
-  Index block = 0;             // repeated part of the model (a layer); what per-block prefetching goes by
-  Nanos time = 0;              // on the device, with nothing else running
-  Bytes workspace = 0;         // held while the node runs
-  std::vector<Index> after;    // nodes that must come first, beside those that make what this one reads
-  std::vector<Index> uses;     // parameters, gathered
-  std::vector<Index> grads;    // parameters whose gradient this node contributes to
-  std::vector<Index> updates;  // parameters that this optimizer node updates
-  std::vector<Index> makes;    // buffers
-  std::vector<Index> reads;    // buffers
+  Index micro = 0;                  // micro-batch
+  Index block = 0;                  // repeated part of the model (a layer); what per-block prefetching goes by
+  Nanos time = 0;                   // on the device, with nothing else running
+  Bytes workspace = 0;              // held while the node runs
+  std::vector<Index> after = {};    // nodes that must come first, beside those that make what this one reads
+  std::vector<Index> uses = {};     // parameters, gathered
+  std::vector<Index> grads = {};    // parameters whose gradient this node contributes to
+  std::vector<Index> updates = {};  // parameters that this optimizer node updates
+  std::vector<Index> makes = {};    // buffers
+  std::vector<Index> reads = {};    // buffers
 
   bool operator==(const Node&) const = default;
 };

@@ -1,15 +1,11 @@
 #include "deepcompile/plan/graph_text.h"
 
-#include <unordered_map>
-
 #include "deepcompile/plan/text.h"
 
 namespace dc::plan {
 namespace {
 
-using Names = std::unordered_map<std::string_view, Index>;
-
-std::vector<std::string_view> keys(const Names& names) {
+std::vector<std::string_view> keys(const NameTable& names) {
   std::vector<std::string_view> known(names.size());
   for (const auto& [text, id] : names) {
     known[id] = text;
@@ -52,9 +48,11 @@ class GraphParser {
   std::string nameAt(std::size_t index, std::string_view expected) {
     const Word& word = in_.word(index, expected);
     if (!isName(word.text)) {
-      in_.fail(word, concat("'", word.text, "' is not a name: it holds one of , = or an unprintable character"));
+      in_.fail(word, concat("'", word.text,
+                            "' is not a name: it holds one of , = or an unprintable character, or a % that is no %XX; "
+                            "write such a character as % and its two hexadecimal digits"));
     }
-    return std::string(word.text);
+    return decodeName(word.text);
   }
 
   void noMoreThan(std::size_t count) {
@@ -63,19 +61,18 @@ class GraphParser {
     }
   }
 
-  std::string_view declare(Names& names, std::size_t id, std::string_view what) {
-    nameAt(1, concat("the ", what, "'s name"));
-    const Word& word = in_.words()[1];
-    if (!names.emplace(word.text, static_cast<Index>(id)).second) {
-      in_.fail(word, concat(what, " '", word.text, "' is declared twice"));
+  std::string declare(NameTable& names, std::size_t id, std::string_view what) {
+    std::string name = nameAt(1, concat("the ", what, "'s name"));
+    if (!names.emplace(name, static_cast<Index>(id)).second) {
+      in_.fail(in_.words()[1], concat(what, " '", name, "' is declared twice"));
     }
-    return word.text;
+    return name;
   }
 
   // alias=NAME may name a parameter or a buffer, so no name may mean both.
-  void notAlso(const Names& names, std::string_view what) {
-    if (names.count(in_.words()[1].text) != 0) {
-      in_.fail(in_.words()[1], concat("'", in_.words()[1].text, "' is already the name of a ", what));
+  void notAlso(const NameTable& names, std::string_view what) {
+    if (const std::string name = decodeName(in_.words()[1].text); names.contains(name)) {
+      in_.fail(in_.words()[1], concat("'", name, "' is already the name of a ", what));
     }
   }
 
@@ -146,7 +143,7 @@ class GraphParser {
       if (field.key.text == "bytes") {
         buffer.bytes = in_.bytes(field.value);
       } else if (field.key.text == "alias") {
-        const auto base = buffers_.find(field.value.text);
+        const auto base = buffers_.find(decodeName(field.value.text));
         if (base != buffers_.end() && base->second < static_cast<Index>(graph_.buffers.size())) {
           buffer.alias_buffer = base->second;
         } else {
@@ -169,15 +166,15 @@ class GraphParser {
     graph_.buffers.push_back(std::move(buffer));
   }
 
-  Index find(const Names& names, const Word& word, std::string_view what) {
-    const auto found = names.find(word.text);
+  Index find(const NameTable& names, const Word& word, std::string_view what) {
+    const auto found = names.find(decodeName(word.text));
     if (found == names.end()) {
       in_.fail(word, unknown(what, word.text, keys(names)));
     }
     return found->second;
   }
 
-  std::vector<Index> ids(const Names& names, const Word& value, std::string_view what) {
+  std::vector<Index> ids(const NameTable& names, const Word& value, std::string_view what) {
     std::vector<Index> found;
     for (const Word& word : in_.list(value)) {
       found.push_back(find(names, word, what));
@@ -243,7 +240,7 @@ class GraphParser {
   void linkAfter() {
     for (std::size_t n = 0; n < graph_.nodes.size(); ++n) {
       for (const Word& word : after_[n].second) {
-        const auto found = nodes_.find(word.text);
+        const auto found = nodes_.find(decodeName(word.text));
         if (found == nodes_.end()) {
           throw ParseError(in_.file(), after_[n].first, word.column, unknown("node", word.text, keys(nodes_)));
         }
@@ -254,9 +251,9 @@ class GraphParser {
 
   TextReader in_;
   StepGraph graph_;
-  Names params_;
-  Names buffers_;
-  Names nodes_;
+  NameTable params_;
+  NameTable buffers_;
+  NameTable nodes_;
   std::vector<std::pair<int, std::vector<Word>>> after_;
 };
 
@@ -268,7 +265,7 @@ void printList(std::string& out, const char* key, const std::vector<Index>& ids,
   }
   for (const Index id : ids) {
     out += between;
-    out += things[id].name;
+    out += encodeName(things[id].name);
     between = ",";
   }
 }
@@ -278,26 +275,26 @@ void printList(std::string& out, const char* key, const std::vector<Index>& ids,
 StepGraph parseGraph(std::string_view text, const std::string& file) { return GraphParser(text, file).parse(); }
 
 std::string print(const StepGraph& graph) {
-  std::string out = concat("graph ", graph.name, "\nworld ", graph.world, "\nstage ", graph.stage, "\n");
+  std::string out = concat("graph ", encodeName(graph.name), "\nworld ", graph.world, "\nstage ", graph.stage, "\n");
   for (const Param& param : graph.params) {
-    out += concat("param ", param.name, " bytes=", exactBytes(param.bytes), " shard=", exactBytes(param.shard),
-                  " grad=", exactBytes(param.grad), " accum=", exactBytes(param.accum),
-                  " state=", exactBytes(param.state), " dtype=", name(param.dtype),
+    out += concat("param ", encodeName(param.name), " bytes=", exactBytes(param.bytes),
+                  " shard=", exactBytes(param.shard), " grad=", exactBytes(param.grad),
+                  " accum=", exactBytes(param.accum), " state=", exactBytes(param.state), " dtype=", name(param.dtype),
                   param.persistent ? " persistent" : "", param.frozen ? " frozen" : "", "\n");
   }
   for (const Buffer& buffer : graph.buffers) {
-    out += "buffer " + buffer.name;
+    out += "buffer " + encodeName(buffer.name);
     if (buffer.alias_buffer != kNone) {
-      out += " alias=" + graph.buffers[buffer.alias_buffer].name;
+      out += " alias=" + encodeName(graph.buffers[buffer.alias_buffer].name);
     } else if (buffer.alias_param != kNone) {
-      out += " alias=" + graph.params[buffer.alias_param].name;
+      out += " alias=" + encodeName(graph.params[buffer.alias_param].name);
     } else {
       out += " bytes=" + exactBytes(buffer.bytes);
     }
     out += concat(buffer.input ? " input" : "", buffer.gradient ? " gradient\n" : "\n");
   }
   for (const Node& node : graph.nodes) {
-    out += concat("node ", node.name, " ", name(node.kind), " time=", exactNanos(node.time),
+    out += concat("node ", encodeName(node.name), " ", name(node.kind), " time=", exactNanos(node.time),
                   " phase=", name(node.phase), " micro=", node.micro, " block=", node.block);
     if (node.workspace != 0) {
       out += " workspace=" + exactBytes(node.workspace);

@@ -2,6 +2,7 @@
 // communication disturbs compute.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,6 +29,7 @@ struct Point {
 
 // What may leave the device.
 enum class Offload : std::uint8_t { Nothing, States, Everything };  // optimizer states; activations and shards too
+std::optional<Offload> offload(std::string_view word);              // "no", "states", "yes"
 
 struct Machine {
   std::string name = "machine";
@@ -49,6 +51,11 @@ struct Machine {
 
   bool operator==(const Machine&) const = default;
 };
+
+// Why `next` cannot come after `points` in a measured curve; empty where it can.
+std::string_view curveFault(const std::vector<Point>& points, const Point& next);
+// Checks a machine that a program has put together; an error names what is wrong.
+void validate(const Machine& machine);
 
 // The text form; parseMachine(print(m)) == m. "machine NAME like PRESET" starts from a preset.
 Machine parseMachine(std::string_view text, const std::string& file = "machine");

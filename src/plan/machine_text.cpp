@@ -44,11 +44,8 @@ std::vector<Point> curve(const TextReader& in) {
     }
     const Point point{in.bytes({word.text.substr(0, colon), word.column}),
                       in.nanos({word.text.substr(colon + 1), word.column + static_cast<int>(colon) + 1})};
-    if (point.bytes == 0 || (!points.empty() && point.bytes <= points.back().bytes)) {
-      in.fail(word, "the sizes of a curve start above zero and rise");
-    }
-    if (!points.empty() && point.time < points.back().time) {
-      in.fail(word, "a larger size cannot take less time: measure again or leave the point out");
+    if (const std::string_view fault = curveFault(points, point); !fault.empty()) {
+      in.fail(word, std::string(fault));
     }
     points.push_back(point);
   }
@@ -68,6 +65,43 @@ std::string print(const char* key, const Link& link) {
 }
 
 }  // namespace
+
+std::optional<Offload> offload(std::string_view word) {
+  const auto found = std::ranges::find(kOffloads, word);
+  return found == kOffloads.end() ? std::nullopt : std::optional(static_cast<Offload>(found - kOffloads.begin()));
+}
+
+std::string_view curveFault(const std::vector<Point>& points, const Point& next) {
+  if (next.bytes <= 0 || (!points.empty() && next.bytes <= points.back().bytes)) {
+    return "the sizes of a curve start above zero and rise";
+  }
+  if (next.time < (points.empty() ? 0 : points.back().time)) {
+    return "a larger size cannot take less time: measure again or leave the point out";
+  }
+  return "";
+}
+
+void validate(const Machine& machine) {
+  const std::string of = "machine '" + machine.name + "'";
+  check(machine.devices >= 1, [&] { return concat(of, ": devices is ", machine.devices, "; at least 1"); });
+  check(machine.slowdown >= 0, [&] { return concat(of, ": slowdown is ", machine.slowdown, "; at least 0"); });
+  for (const Link* link : {&machine.inside, &machine.between, &machine.to_device, &machine.to_host}) {
+    check(link->bandwidth >= 1 && link->latency >= 0, [&] {
+      return concat(of, ": a link has latency ", link->latency, " ns and bandwidth ", link->bandwidth,
+                    " bytes a second; at least 0 and 1");
+    });
+  }
+  for (const std::vector<Point>* curve : {&machine.gather, &machine.reduce}) {
+    std::vector<Point> before;
+    for (const Point& point : *curve) {
+      const std::string_view fault = curveFault(before, point);
+      check(fault.empty(), [&] { return concat(of, ", ", point.bytes, " bytes in ", point.time, " ns: ", fault); });
+      check(point.bytes <= kLargest && point.time <= kLargest,
+            [&] { return concat(of, ", ", point.bytes, " bytes in ", point.time, " ns: too large"); });
+      before.push_back(point);
+    }
+  }
+}
 
 Machine parseMachine(std::string_view text, const std::string& file) {
   TextReader in(text, file);
@@ -123,11 +157,11 @@ Machine parseMachine(std::string_view text, const std::string& file) {
       machine.to_host = link(in, machine.to_host);
     } else if (key == "offload") {
       const Word& word = value("yes, states or no");
-      const auto found = std::ranges::find(kOffloads, word.text);
-      if (found == kOffloads.end()) {
+      const auto found = offload(word.text);
+      if (!found) {
         in.fail(word, concat("expected yes, states or no, found '", word.text, "'"));
       }
-      machine.offload = static_cast<Offload>(found - kOffloads.begin());
+      machine.offload = *found;
     } else if (key == "shared_links") {
       const Word& word = value("yes or no");
       if (word.text != "yes" && word.text != "no") {

@@ -31,6 +31,7 @@
 namespace dc::plan {
 
 enum class ItemKind : std::uint8_t { Param, State, Shard, Buffer };
+std::string_view name(ItemKind kind);
 
 struct Item {
   ItemKind kind = ItemKind::Param;

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <unordered_map>
 
 #include "deepcompile/plan/explain.h"
 #include "deepcompile/plan/plan.h"
@@ -8,11 +7,9 @@
 namespace dc::plan {
 namespace {
 
-using Names = std::unordered_map<std::string_view, Index>;
-
 template <typename Things>
-Names namesOf(const Things& things) {
-  Names names;
+NameTable namesOf(const Things& things) {
+  NameTable names;
   for (std::size_t i = 0; i < things.size(); ++i) {
     names.emplace(things[i].name, static_cast<Index>(i));
   }
@@ -74,7 +71,7 @@ class PlanParser {
     } else if (*kind != NodeKind::Release) {
       const Word& op = in_.word(at++, "an operation");
       const bool wait = *kind == NodeKind::Wait;
-      const auto [place, fresh] = ops_.emplace(op.text, plan_.ops);
+      const auto [place, fresh] = ops_.emplace(std::string(op.text), plan_.ops);
       if (wait && fresh) {
         in_.fail(op, concat("nothing named '", op.text, "' was started before this wait"));
       }
@@ -110,8 +107,8 @@ class PlanParser {
     return {ItemKind::Param, find(params_, word, "param")};
   }
 
-  Index find(const Names& names, const Word& word, std::string_view what) {
-    const auto found = names.find(word.text);
+  Index find(const NameTable& names, const Word& word, std::string_view what) {
+    const auto found = names.find(decodeName(word.text));
     if (found == names.end()) {
       std::vector<std::string_view> known;
       for (const auto& [text, id] : names) {
@@ -125,26 +122,46 @@ class PlanParser {
 
   TextReader in_;
   const StepGraph& graph_;
-  Names params_;
-  Names buffers_;
-  Names nodes_;
-  Names ops_;
+  NameTable params_;
+  NameTable buffers_;
+  NameTable nodes_;
+  NameTable ops_;
   Plan plan_;
 };
 
 }  // namespace
 
-std::string nameOf(const StepGraph& graph, const Item& item) {
-  switch (item.kind) {
+namespace {
+
+// A parameter's name stands alone in the text; other items say what they are.
+std::string prefixOf(ItemKind kind) { return kind == ItemKind::Param ? "" : concat(name(kind), ":"); }
+
+const std::string& bareName(const StepGraph& graph, const Item& item) {
+  return item.kind == ItemKind::Buffer ? graph.buffers[item.id].name : graph.params[item.id].name;
+}
+
+// As a plan's text writes it.
+std::string wordOf(const StepGraph& graph, const Item& item) {
+  return concat(prefixOf(item.kind), encodeName(bareName(graph, item)));
+}
+
+}  // namespace
+
+std::string_view name(ItemKind kind) {
+  switch (kind) {
     case ItemKind::Param:
-      return graph.params[item.id].name;
+      return "param";
     case ItemKind::State:
-      return concat("state:", graph.params[item.id].name);
+      return "state";
     case ItemKind::Shard:
-      return concat("shard:", graph.params[item.id].name);
+      return "shard";
     default:
-      return concat("buffer:", graph.buffers[item.id].name);
+      return "buffer";
   }
+}
+
+std::string nameOf(const StepGraph& graph, const Item& item) {
+  return concat(prefixOf(item.kind), bareName(graph, item));
 }
 
 Plan parsePlan(std::string_view text, const StepGraph& graph, const std::string& file) {
@@ -154,17 +171,17 @@ Plan parsePlan(std::string_view text, const StepGraph& graph, const std::string&
 std::string print(const StepGraph& graph, const Plan& plan) {
   std::string out = concat("plan ", plan.strategy, "\nbudget ", exactBytes(plan.budget), "\n");
   for (const Item& item : plan.start_on_host) {
-    out += concat("start host ", nameOf(graph, item), "\n");
+    out += concat("start host ", wordOf(graph, item), "\n");
   }
   for (const Index param : plan.start_gathered) {
-    out += concat("start gathered ", graph.params[param].name, "\n");
+    out += concat("start gathered ", encodeName(graph.params[param].name), "\n");
   }
   std::vector<char> letter(static_cast<std::size_t>(plan.ops), '?');
   for (std::size_t i = 0; i < plan.instructions.size(); ++i) {
     const Instruction& instruction = plan.instructions[i];
     std::string line(name(instruction.kind));
     if (instruction.node != kNone) {
-      line += concat(" ", graph.nodes[instruction.node].name);
+      line += concat(" ", encodeName(graph.nodes[instruction.node].name));
     }
     if (instruction.op != kNone) {
       if (instruction.kind != NodeKind::Wait) {
@@ -173,7 +190,7 @@ std::string print(const StepGraph& graph, const Plan& plan) {
       line += concat(" ", letter[instruction.op], instruction.op);
     }
     for (const Item& item : plan.itemsOf(instruction)) {
-      line += concat(" ", nameOf(graph, item));
+      line += concat(" ", wordOf(graph, item));
     }
     const std::string why = explain(plan.reasons[i]);
     out += line;

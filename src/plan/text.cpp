@@ -218,11 +218,70 @@ std::string unknown(std::string_view what, std::string_view name, const std::vec
   return text;
 }
 
+namespace {
+
+constexpr std::string_view kHexDigits = "0123456789ABCDEF";
+
+// Names that begin like the items of a plan would be read back as such.
+constexpr std::array<std::string_view, 3> kItemPrefixes = {"state:", "shard:", "buffer:"};
+
+bool endsWord(char c) {
+  const auto u = static_cast<unsigned char>(c);
+  return u <= ' ' || u == 127 || c == ',' || c == '=' || c == '#';
+}
+
+std::size_t hexDigit(char c) { return kHexDigits.find(static_cast<char>(std::toupper(static_cast<unsigned char>(c)))); }
+
+// True when a byte is written in hexadecimal behind text[at], a '%'.
+bool isEscape(std::string_view text, std::size_t at) {
+  return at + 2 < text.size() && hexDigit(text[at + 1]) != std::string_view::npos &&
+         hexDigit(text[at + 2]) != std::string_view::npos;
+}
+
+}  // namespace
+
 bool isName(std::string_view text) {
-  return !text.empty() && text.size() <= 1000 && std::all_of(text.begin(), text.end(), [](char c) {
-    const auto u = static_cast<unsigned char>(c);
-    return u > ' ' && u != 127 && c != ',' && c != '=' && c != '#';
-  });
+  if (text.empty() || text.size() > 3000) {
+    return false;
+  }
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (endsWord(text[i]) || (text[i] == '%' && !isEscape(text, i))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string encodeName(std::string_view name) {
+  std::size_t colon = std::string_view::npos;
+  for (const std::string_view prefix : kItemPrefixes) {
+    if (name.starts_with(prefix)) {
+      colon = prefix.size() - 1;
+    }
+  }
+  std::string word;
+  for (std::size_t i = 0; i < name.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(name[i]);
+    if (endsWord(name[i]) || name[i] == '%' || i == colon) {
+      word += {'%', kHexDigits[byte >> 4], kHexDigits[byte & 15]};
+    } else {
+      word += name[i];
+    }
+  }
+  return word;
+}
+
+std::string decodeName(std::string_view word) {
+  std::string name;
+  for (std::size_t i = 0; i < word.size(); ++i) {
+    if (word[i] == '%' && isEscape(word, i)) {
+      name += static_cast<char>(hexDigit(word[i + 1]) << 4 | hexDigit(word[i + 2]));
+      i += 2;
+    } else {
+      name += word[i];
+    }
+  }
+  return name;
 }
 
 std::string exactBytes(Bytes bytes) {

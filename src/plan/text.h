@@ -2,8 +2,10 @@
 // numbers with units, and errors that say where and why.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "deepcompile/base/error.h"
@@ -69,8 +71,12 @@ class TextReader {
 // "unknown WHAT 'NAME'", with the nearest of the known names when one is near.
 std::string unknown(std::string_view what, std::string_view name, const std::vector<std::string_view>& known);
 
-// Words are separated by blanks; a name holds none of blank , = # and is not empty.
+// Whether a word can be a name: not empty, none of blank , = # in it, and each % begins an escape.
 bool isName(std::string_view text);
+// Names may hold any character. In a text, the ones that would end a word or a list are written as %XX (their byte in
+// hexadecimal), and so is % itself. decodeName(encodeName(x)) == x.
+std::string encodeName(std::string_view name);
+std::string decodeName(std::string_view word);
 
 // Exact text with the largest unit that divides the value: parse(print(x)) == x.
 std::string exactBytes(Bytes bytes);
@@ -78,6 +84,13 @@ std::string exactNanos(Nanos nanos);
 // For people: three digits, such as 1.23 ms or 45.6 GB.
 std::string roundBytes(Bytes bytes);
 std::string roundNanos(Nanos nanos);
+
+// Indices by name. Looked up by the name itself, not by how a text writes it.
+struct NameHash {
+  using is_transparent = void;
+  std::size_t operator()(std::string_view text) const { return std::hash<std::string_view>{}(text); }
+};
+using NameTable = std::unordered_map<std::string, Index, NameHash, std::equal_to<>>;
 
 // FNV-1a, the same on every machine; used for the hashes of graphs and plans.
 class Hash {

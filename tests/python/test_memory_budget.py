@@ -30,8 +30,10 @@ def config(budget: int | str | None, backend: str) -> dict:
 def gathered_as_planned(planned: planner.Plan, sizes: dict[str, int]) -> int:
     """The most bytes of gathered parameters that the plan has at once."""
     live = most = 0
+    names = planned.graph.params
     for kind, _, _, items in planned.instructions:
-        live += {"gather": 1, "release": -1}.get(kind, 0) * sum(sizes[item] for item in items if item in sizes)
+        params = [names[index] for item, index in items if item == "param"]
+        live += {"gather": 1, "release": -1}.get(kind, 0) * sum(sizes[param] for param in params)
         most = max(most, live)
     return most
 

@@ -49,7 +49,7 @@ def planned_gathers(graph: deepcompile.CompiledGraph) -> int:
     """How many gathers the plan starts in a step. It follows from measured times, so it differs from run to run."""
     step = graph._variants[0].step
     assert step.plan is not None
-    return len(placed_gathers(step.plan.planned, step.graphs)[1])
+    return len(placed_gathers(step.plan.planned, step.graphs).launches)
 
 
 def pattern(rank: int, stage: int, replays: bool) -> tuple[list[float], dict, dict[str, int]]:
@@ -200,7 +200,7 @@ def gathers_of(model: nn.Module) -> dict[str, int]:
 def farthest_ahead(graph: deepcompile.CompiledGraph) -> int:
     """How many segments a gather is started before the first use of any of its parameters, at most."""
     step = graph._variants[0].step
-    _, launches, _ = placed_gathers(step.plan.planned, step.graphs)
+    launches = placed_gathers(step.plan.planned, step.graphs).launches
     uses = [segment.uses for segments in step.graphs.values() for segment in segments.segments]
     return max(
         next(place for place in range(begin, len(uses)) if param in uses[place]) - begin

@@ -368,9 +368,10 @@ def away_at_the_turn(engine: deepcompile.Engine) -> set[str]:
     names = {sharded.id: sharded.name for sharded in engine.sharding.params}
     away = {names[i] for i in step.plan.states.on_host}
     leaving: dict[Any, list[str]] = {}
+    graph = step.plan.micro.graph
     for kind, node, operation, items in step.plan.micro.instructions:
-        states = [item.removeprefix("state:") for item in items]
-        if kind == "compute" and node.startswith("b"):
+        states = [graph.params[index] for item, index in items if item == "state"]
+        if kind == "compute" and graph.nodes[node].startswith("b"):
             break
         if kind == "offload":
             leaving[operation] = states
@@ -401,10 +402,8 @@ def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> 
     else:  # what is fused is rounded otherwise
         assert found == pytest.approx(losses, rel=1e-4)
     step = engine.sharding.planner.training_step()
-    kinds = {
-        item.split(":")[0] for kind, _, _, items in step.plan.planned.instructions for item in items if ":" in item
-    }
-    assert kinds == {"state"}  # neither activations nor shards
+    kinds = {item for _, _, _, items in step.plan.planned.instructions for item, _ in items}
+    assert kinds == {"param", "state"}  # neither activations nor shards
     assert "parameters move, as planned" in str(engine.explain())
     return step.plan.planned.peak_bytes
 
@@ -453,7 +452,7 @@ def of_one_state(rank: int, world: int) -> None:
     for step in range(run.steps):
         engine.backward(engine(run.batch(rank, step, 0)))
         engine.step()
-        planned.append(engine.sharding.planner.training_step().plan.text)
+        planned.append(engine.sharding.planner.training_step().plan.planned.graph.text)
     sharded = engine.sharding.params[0]
     first, last = (
         next(line for line in text.splitlines() if line.startswith(f"param {sharded.name} "))

@@ -15,17 +15,8 @@ from deepcompile import plan as planner
 from deepcompile.profile import measured_machine, segment_seconds
 from deepcompile.segments import GATHER, PREFETCH, cut, mark_params
 from deepcompile.sharding import sharding_of
-from deepcompile.step_plan import (
-    BACKWARD,
-    FORWARD,
-    GraphPlan,
-    Launch,
-    ParamFacts,
-    Take,
-    planned_graph,
-    step_graph_text,
-    step_plan,
-)
+from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
+from deepcompile.step_plan import GraphPlan, Launch, Take, planned_graph, step_plan
 from deepcompile.whole_step import Inputs, plan_whole_step
 from harness import run_ranks
 
@@ -117,9 +108,9 @@ def from_planner(rank: int, world: int, strategy: str) -> None:
     segments = cut(module.graph)
     facts = {name: ParamFacts(p.bytes, 0, 0, False) for name, p in segments.params.items()}
     seconds = {FORWARD: [segment.seconds for segment in segments.segments]}
-    text = step_graph_text("test", {FORWARD: segments}, facts, 2, seconds, [])
-    planned = planner.plan(planner.StepGraph(text), planner.preset("2xcpu"), budget=1 << 20, strategy=strategy)
-    result = step_plan(text, planned, {FORWARD: segments}, facts)
+    graph = step_graph("test", {FORWARD: segments}, facts, 2, seconds, [])
+    planned = planner.plan(graph, planner.preset("2xcpu"), budget=1 << 20, strategy=strategy)
+    result = step_plan(planned, {FORWARD: segments}, facts)
     graph = planned_graph(module.graph, result.graphs[FORWARD])
     assert torch.equal(fx.GraphModule(module, graph)(*inputs), expected)
 
@@ -136,22 +127,22 @@ def says_when_gradients_come(rank: int, world: int) -> None:
     seconds = {phase: [1e-3] * len(graph.segments) for phase, graph in graphs.items()}
 
     def peak(micro_batches: int = 1, **how: bool) -> tuple[int, str]:
-        text = step_graph_text("test", graphs, facts, 2, seconds, [], micro_batches=micro_batches, **how)
-        graph = planner.StepGraph(text)
+        graph = step_graph("test", graphs, facts, 2, seconds, [], micro_batches=micro_batches, **how)
         planned = planner.plan(graph, planner.preset("2xcpu"), strategy="on_demand")
         held = dict(json.loads(planned.json())["held_at_peak"])
         assert held["gradient shards"] == len(names) << 20, "at the end of the backward all are there"
-        return planned.peak_bytes, text
+        return planned.peak_bytes, graph.text
 
     (resident, _), (late, text) = peak(), peak(late_gradients=True)
     assert late <= resident
     for name in names:
-        assert f"buffer gradient:{name} bytes={1 << 20}B gradient" in text
+        (declared,) = [line for line in text.splitlines() if line.startswith(f"buffer gradient:{name} ")]
+        assert declared.endswith(" gradient")
         assert len([line for line in text.splitlines() if " makes=" in line and f"gradient:{name}" in line]) == 1
     # A forward with much in it does not meet the gradients.
-    busy = [("saved", 8 << 20, 0, 0)]
-    texts = [step_graph_text("t", graphs, facts, 2, seconds, busy, late_gradients=late) for late in (False, True)]
-    least = [planner.least_budget(planner.StepGraph(text), planner.preset("2xcpu")) for text in texts]
+    busy = [Saved(0, 0, 8 << 20)]
+    both = [step_graph("t", graphs, facts, 2, seconds, busy, late_gradients=late) for late in (False, True)]
+    least = [planner.least_budget(graph, planner.preset("2xcpu")) for graph in both]
     assert least[0] - least[1] >= (len(names) - 1) << 20
     # In every micro-batch but the first they are there from the start, and what its graphs do holds for all.
     inputs = Inputs("t", graphs, facts, 2, seconds, busy, 1e-3, planner.preset("2xcpu"), 1 << 30, "on_demand", True)
@@ -197,5 +188,12 @@ def test_a_measured_curve_never_falls_and_replaces_the_one_before() -> None:
     machine = planner.preset("2xcpu")
     for _ in range(2):
         machine = measured_machine(machine, {1000: 2e-5, 2000: 1e-5, 4000: 3e-5}, {})
-    assert machine.text.count("gather ") == 1
-    assert "gather 1000:20us 2000:20us 4000:30us" in machine.text
+    assert machine.gather == [(1000, 20_000), (2000, 20_000), (4000, 30_000)]
+
+
+@pytest.mark.parametrize("sizes", [9, 10, 17, 100])
+def test_a_measured_curve_keeps_its_ends_when_it_is_thinned_out(sizes: int) -> None:
+    curve = {1000 * (index + 1): 1e-5 * (index + 1) for index in range(sizes)}
+    machine = measured_machine(planner.preset("2xcpu"), {}, curve)
+    assert machine.reduce[0] == (1000, 10_000) and machine.reduce[-1] == (1000 * sizes, 10_000 * sizes)
+    assert len(machine.reduce) == 9

@@ -89,7 +89,7 @@ def test_a_plan_lets_the_reductions_of_a_micro_batch_run_on_beside_the_next_forw
     # A reduction takes as long as a forward, and does not slow it down.
     machine = planner.Machine("machine m like 2xcpu\nslowdown 0\ndevices 2\ngather 1000000B:1us\nreduce 1000000B:1ms\n")
     planned = planner.plan(graph, machine, budget=None, strategy="auto")
-    names = [node if kind == "compute" else f"{kind} {op}" for kind, node, op, _ in planned.instructions]
+    names = [graph.nodes[node] if kind == "compute" else f"{kind} {op}" for kind, node, op, _ in planned.instructions]
     first = next(op for kind, _, op, _ in planned.instructions if kind == "reduce")
     assert names.index("b0") < names.index(f"reduce {first}") < names.index("f0@1") < names.index(f"wait {first}")
     assert planned.step_ns == pytest.approx(5e6, rel=0.02)  # four of compute and the last reduction

@@ -15,7 +15,48 @@ class StepGraph:
     def text(self) -> str: ...
     @property
     def hash(self) -> str: ...
+    @property
+    def params(self) -> list[str]: ...
+    @property
+    def buffers(self) -> list[str]: ...
+    @property
+    def nodes(self) -> list[str]: ...
     def __len__(self) -> int: ...
+
+class StepGraphBuilder:
+    """Each call returns the number by which later calls refer to what it added. Bytes, and nanoseconds."""
+
+    def __init__(self, name: str, *, world: int, stage: int = 3) -> None: ...
+    def param(
+        self,
+        name: str,
+        *,
+        bytes: int,
+        shard: int,
+        grad: int = 0,
+        accum: int = 0,
+        state: int = 0,
+        persistent: bool = False,
+        frozen: bool = False,
+    ) -> int: ...
+    def buffer(self, name: str, *, bytes: int, gradient: bool = False) -> int: ...
+    def node(
+        self,
+        name: str,
+        *,
+        phase: str,
+        time: int,
+        block: int = 0,
+        micro: int = 0,
+        workspace: int = 0,
+        uses: Sequence[int] = (),
+        grads: Sequence[int] = (),
+        updates: Sequence[int] = (),
+        makes: Sequence[int] = (),
+        reads: Sequence[int] = (),
+    ) -> int: ...
+    def build(self) -> StepGraph:
+        """The graph, checked. The builder is empty afterwards."""
 
 class Machine:
     def __init__(self, text: str, file: str = "machine") -> None: ...
@@ -27,6 +68,24 @@ class Machine:
     def budget(self) -> int: ...
     @property
     def text(self) -> str: ...
+    @property
+    def gather(self) -> list[tuple[int, int]]: ...
+    @property
+    def reduce(self) -> list[tuple[int, int]]: ...
+    def replace(
+        self,
+        *,
+        name: str | None = None,
+        devices: int | None = None,
+        slowdown: int | None = None,
+        inside: tuple[int, int] | None = None,
+        offload: str | None = None,
+        gather: Sequence[tuple[int, int]] | None = None,
+        reduce: Sequence[tuple[int, int]] | None = None,
+    ) -> Machine:
+        """With what is given in place of what it has. Curves: (bytes, nanoseconds); ``inside``: the link between devices,
+        nanoseconds and bytes a second; ``slowdown``: of compute beside a collective, in thousandths.
+        """
 
 class Plan:
     @property
@@ -48,7 +107,12 @@ class Plan:
     @property
     def busy_ns(self) -> dict[str, int]: ...
     @property
-    def instructions(self) -> list[tuple[str, str | None, int | None, list[str]]]: ...
+    def graph(self) -> StepGraph: ...
+    @property
+    def instructions(self) -> list[tuple[str, int | None, int | None, list[tuple[str, int]]]]:
+        """(kind, node, operation, items): nodes by their number, items by their kind (param, state, shard, buffer) and
+        number in the graph.
+        """
     def explain(self, most: int = 40) -> str: ...
     def trace(self) -> str: ...
     def json(self) -> str: ...
@@ -71,6 +135,7 @@ def make_model(
 ) -> StepGraph: ...
 def plan(graph: StepGraph, machine: Machine, budget: int | None = None, strategy: str = "auto") -> Plan: ...
 def least_budget(graph: StepGraph, machine: Machine) -> int: ...
+def limit_prefetch(plan: Plan, ahead: int) -> Plan: ...
 def load_plan(graph: StepGraph, machine: Machine, text: str) -> Plan: ...
 def verify(graph: StepGraph, plan_text: str) -> tuple[str, int, str] | None: ...
 def command(arguments: Sequence[str]) -> tuple[int, str, str]: ...

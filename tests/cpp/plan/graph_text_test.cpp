@@ -73,6 +73,21 @@ TEST(GraphText, ErrorsGiveLineColumnReasonAndTheNearestName) {
             "g:1:15: the size '99999999999999999999GB' is too large or has too many digits");
 }
 
+TEST(GraphText, ANameMayHoldAnyCharacter) {
+  StepGraph graph;
+  for (const char* name : {"a=b", "with space", "comma,comma", "100%", "#", "state:w", "buffer:x", "é", "%20", "\t"}) {
+    graph.params.push_back({.name = name, .bytes = 4, .shard = 4, .grad = 4});
+    graph.buffers.push_back({.name = std::string("of ") + name, .bytes = 1});
+    const auto param = static_cast<Index>(graph.params.size()) - 1;
+    graph.nodes.push_back({.name = std::string("node ") + name, .uses = {param}, .makes = {param}});
+  }
+  EXPECT_EQ(parseGraph(print(graph)), graph);
+  const StepGraph text = parseGraph("param a%3Db bytes=4\nnode n compute uses=a%3db\n");
+  EXPECT_EQ(text.params[0].name, "a=b");
+  EXPECT_EQ(text.nodes[0].uses, std::vector<Index>{0});
+  EXPECT_NE(errorOf("param 50% bytes=4").find("'50%' is not a name"), std::string::npos);
+}
+
 TEST(GraphText, ACycleIsAnErrorThatNamesItsNodes) {
   EXPECT_EQ(errorOf("node a compute after=c\nnode b compute after=a\nnode c compute after=b\nnode d compute"),
             "the graph has a cycle: 'a' needs 'c', which needs 'b', which needs 'a'");

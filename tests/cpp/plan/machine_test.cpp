@@ -33,6 +33,19 @@ TEST(Machine, AFileMayStartFromAPreset) {
   EXPECT_EQ(parseMachine(print(machine)), machine);
 }
 
+TEST(Machine, WhatAProgramPutsTogetherIsCheckedAsATextIs) {
+  Machine machine = preset("2xcpu");
+  EXPECT_NO_THROW(validate(machine));
+  machine.gather = {{1000, 20}, {2000, 10}};
+  EXPECT_THROW(validate(machine), Error);
+  machine.gather = {{1000, 20}, {1000, 20}};
+  EXPECT_THROW(validate(machine), Error);
+  machine.gather = {{1000, 20}, {2000, 20}};
+  EXPECT_NO_THROW(validate(machine));
+  machine.inside.bandwidth = 0;
+  EXPECT_THROW(validate(machine), Error);
+}
+
 TEST(Machine, WhatMayLeaveTheDeviceIsNothingStatesOrEverything) {
   EXPECT_EQ(parseMachine("machine m").offload, Offload::Everything);
   EXPECT_EQ(parseMachine("machine m\noffload no").offload, Offload::Nothing);

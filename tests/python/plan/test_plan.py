@@ -37,7 +37,8 @@ def test_a_plan_is_proved_and_the_same_every_time():
     assert plan.verify(graph, first.text) is None
     assert first.lower_bound_ns <= first.step_ns
     assert first.peak_bytes <= first.budget == machine.budget
-    assert [node for kind, node, _, _ in first.instructions if kind == "compute"] == ["f1", "f2", "b2", "b1"]
+    computed = [graph.nodes[node] for kind, node, _, _ in first.instructions if kind == "compute"]
+    assert computed == ["f1", "f2", "b2", "b1"]
 
 
 def test_a_broken_plan_is_refused_with_the_reason():
