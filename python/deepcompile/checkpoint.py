@@ -86,6 +86,7 @@ def save_checkpoint(
     sharding = engine.sharding
     root = pathlib.Path(folder)
     _check_tag(tag)
+    progress = engine.progress()  # first: it may find that the last step was skipped
     name = _agree_on_name(sharding, root, tag or f"step-{engine.steps}")
     unfinished = root / f".unfinished-{name}"
     flat = _Flat(sharding)
@@ -112,7 +113,7 @@ def save_checkpoint(
             "params": {s.name: (tuple(s.full_shape), s.original_dtype) for s in sharding.params},
             "ties": {n: s.name for s in sharding.params for n in _names(engine, s)},
             "optimizer": {"states": states, "groups": _groups(engine)},
-            "engine": engine.progress(),
+            "engine": progress,
             "client": client_state,
         }
         torch.save(facts, unfinished / _FACTS)
@@ -225,16 +226,16 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
         on_host = {"device": "cpu", "pin_memory": sharding.runtime.device.type == "cuda"}
         place: dict[str, Any] = {} if engine.offload is None else on_host
         groups = (g for g in engine.optimizer.param_groups if g.get("fused") or g.get("capturable"))
+        large = _large_states(metadata)
         counted_there = {param for group in groups for param in group["params"]}
         for sharded in sharding.params:
-            prefix = f"optimizer/{sharded.name}/"
             engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
-            state = engine.optimizer.state[sharded.param] if sharded.name in _with_state(facts, metadata) else {}
-            for key in (key for key in metadata if key.startswith(prefix)):
+            slots, numbers = large.get(sharded.name, {}), facts["optimizer"]["states"].get(sharded.name, {})
+            state = engine.optimizer.state[sharded.param] if slots or numbers else {}
+            for slot, key in slots.items():
                 value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, **place)
-                state[key.removeprefix(prefix)] = wanted[key] = value
+                state[slot] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
-            numbers = facts["optimizer"]["states"].get(sharded.name, {})
             state.update(_placed(numbers, sharded.param.device, sharded.param in counted_there))
     sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
@@ -284,9 +285,15 @@ def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
     return {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
 
 
-def _with_state(facts: dict[str, Any], metadata: Mapping[str, Any]) -> set[str]:
-    found = set(facts["optimizer"]["states"])
-    return found | {key.split("/")[1] for key in metadata if key.startswith("optimizer/")}
+def _large_states(metadata: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The keys of states that are as large as their parameter, by its name and their own. Its name may hold any character."""
+    found: dict[str, dict[str, str]] = {}
+    for key in metadata:
+        kind, _, place = key.partition("/")
+        if kind == "optimizer":
+            name, _, slot = place.rpartition("/")
+            found.setdefault(name, {})[slot] = key
+    return found
 
 
 def _check_model(sharding: Sharding, facts: dict[str, Any], path: pathlib.Path) -> None:

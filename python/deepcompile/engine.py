@@ -26,6 +26,7 @@ from deepcompile.joint_profile import JointProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
 from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
+from deepcompile.schedule_state import ScheduleState
 from deepcompile.sharding import Sharding, sharding_of
 from deepcompile.state_offload import StateOffload
 
@@ -55,6 +56,8 @@ class Engine(EngineSurface):
         self._trains: bool | None = None  # anything at all, at the last forward
         self._in_step = False  # from the first forward to the update
         self._said_skip = False
+        #: While the device may still skip the last update, which the schedule has counted.
+        self._schedule_before: ScheduleState | None = None
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
         on_cpu = self.sharding.runtime.device.type == "cpu"
         self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
@@ -183,8 +186,7 @@ class Engine(EngineSurface):
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
         self.drift.start()
         started = time.monotonic_ns()
-        if self._clipping.heard():
-            self._skip("the step before the last")
+        self._settle_late_skip()
         taken = self._clipping.apply(self.optimizer, self.loss_scale.value, must_know=self.loss_scale.dynamic)
         self.loss_scale.update(overflow=not taken)
         if taken:
@@ -195,6 +197,8 @@ class Engine(EngineSurface):
             self._clipping.done(self.optimizer)
             self.steps += 1
             if self.lr_scheduler is not None:
+                if self._clipping.decides_late:
+                    self._schedule_before = ScheduleState(self.lr_scheduler, self.optimizer)
                 self.lr_scheduler.step()
         else:
             if self.offload is not None:
@@ -205,6 +209,14 @@ class Engine(EngineSurface):
         self.profile.end_update(started)
         self._end_step()
         return taken
+
+    def _settle_late_skip(self) -> None:
+        """Where the device decided on the last update and skipped it, the step is not counted and the schedule goes back."""
+        if self._clipping.pop_late_skip():
+            if self._schedule_before is not None:
+                self._schedule_before.restore()
+            self._skip(late=True)
+        self._schedule_before = None
 
     def _begin_step(self) -> None:
         if self._micro_steps == 0:  # also after a forward that nobody took a backward of
@@ -256,7 +268,7 @@ class Engine(EngineSurface):
         """The global norm of the gradients at the last step, before clipping; None before the first."""
         return self._clipping.norm
 
-    def _skip(self, late: str = "") -> None:
+    def _skip(self, late: bool = False) -> None:
         self.skipped_steps += 1
         if late:
             self.steps -= 1  # it was counted before its gradients were known
@@ -270,7 +282,7 @@ class Engine(EngineSurface):
             "counts them",
             self.sharding.rank,
             self.steps + self.skipped_steps,
-            where if not late else f" ({late})",
+            where if not late else " (found by the device)",
             f" and the loss scale is now {self.loss_scale.value:g}" if self.loss_scale.dynamic else "",
         )
 
@@ -290,6 +302,8 @@ class Engine(EngineSurface):
         return self._micro_steps > 0
 
     def progress(self) -> dict[str, Any]:
+        """What a checkpoint saves of the engine."""
+        self._settle_late_skip()
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         return {
             "steps": self.steps,
@@ -299,6 +313,8 @@ class Engine(EngineSurface):
         }
 
     def load_progress(self, state: dict[str, Any]) -> None:
+        self._clipping.pop_late_skip()  # of an update before what is loaded
+        self._schedule_before = None
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self.loss_scale.load_state_dict(state["loss_scale"])
         if self.lr_scheduler is not None and state["schedule"] is not None:

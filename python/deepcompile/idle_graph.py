@@ -17,12 +17,13 @@ class IdleGraph(CompiledGraph):
 
     def __init__(self, sharding: Sharding, ops: RecordedOps) -> None:
         self._sharding, self._seconds = sharding, ops.tail
+        self.may_record = True  # what it records is nothing
 
     @contextlib.contextmanager
     def execute(self) -> Iterator[None]:
         yield
 
-    predicted_step_time = property(lambda self: self._seconds)
+    predicted_step_time = on_demand_step_time = property(lambda self: self._seconds)
     divergences = property(lambda self: 0)
     variants = property(lambda self: 0)
 
@@ -47,6 +48,9 @@ class IdleGraph(CompiledGraph):
         pass
 
     def after_iteration(self) -> None:
+        pass
+
+    def add_variant(self, key: str, ops: RecordedOps) -> None:
         pass
 
     def explain_failure(self, error: Exception) -> None:

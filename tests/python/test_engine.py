@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepcompile
+from deepcompile.clipping import LateFlag
 from harness import DEVICE, RankFailed, only_on_cpu, run_ranks, where_ranks_run
 from models import MLP, Llama, Run, seeded, train_unsharded, train_with_engine
 
@@ -144,6 +145,53 @@ def not_a_number(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_are_not_numbers_skip_the_step_in_fp32_too(stage: int) -> None:
     run_ranks(2, not_a_number, stage)
+
+
+def skips_late(rank: int, world: int, folder: str, kind: str) -> None:
+    """An update on which the device decides, and the host hears of it later, leaves what one leaves that the host skips."""
+
+    def train(late: bool) -> tuple[deepcompile.Engine, list[list[float]], list[dict]]:
+        torch.manual_seed(0)
+        model = Llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        schedules = {
+            "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+            "in sequence": lambda: torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2), torch.optim.lr_scheduler.StepLR(optimizer, 1)],
+                [3],
+            ),
+        }
+        config = {"zero_optimization": {"stage": 3}, "timeout": 30, "compile": False}
+        engine = deepcompile.initialize(model, optimizer, config, lr_scheduler=schedules[kind]())
+        engine._clipping._skipped = LateFlag(torch.device("cpu")) if late else None
+        rates, saved = [], []
+        for step in range(7):
+            loss = engine(Llama.batch(seeded(10 * step + rank)))
+            engine.backward(loss * float("nan") if step in (1, 4) and rank == 0 else loss)
+            engine.step()
+            if step in (1, 2):
+                where = engine.save_checkpoint(f"{folder}/{late}")
+                facts = torch.load(f"{where}/facts.pt", weights_only=False)["engine"]
+                saved.append({key: facts[key] for key in ("steps", "skipped_steps", "schedule")} | {"where": where[-6:]})
+            if step not in (1, 4):  # there the host may not know it yet
+                rates.append(engine.get_lr())
+        return engine, rates, saved
+
+    (first, rates, saved), (other, late_rates, late_saved) = train(False), train(True)
+    assert late_rates == rates and late_saved == saved
+    assert (other.steps, other.skipped_steps) == (first.steps, first.skipped_steps) == (5, 2)
+    expected = deepcompile.full_state_dict(first.module)
+    for name, value in deepcompile.full_state_dict(other.module).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@only_on_cpu("there the device decides in every test")
+@pytest.mark.parametrize("kind", ["exponential", "one cycle", "in sequence"])
+def test_a_step_that_is_known_late_to_be_skipped_advances_no_schedule_and_is_in_no_checkpoint(tmp_path, kind: str) -> None:
+    run_ranks(2, skips_late, str(tmp_path), kind)
+
 
 
 def collectives(rank: int, world: int, stage: int) -> list[int]:
