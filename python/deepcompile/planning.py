@@ -5,19 +5,17 @@ all ranks.
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 import statistics
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
 from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.agreement import Agreement
+from deepcompile.available_memory import available_memory, memory_name
 from deepcompile.batch_sizes import BatchSizes, over_all
 from deepcompile.config import LEAST
 from deepcompile.segments import Segments, cut, structure_hash
@@ -393,26 +391,4 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
     return step_plan(planned, inputs.graphs, inputs.facts)
 
 
-def memory_name(device: torch.device) -> str:
-    """The same for ranks that share one memory."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return platform.node() or "host"
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that could be used on the device (the host for CPU), now."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-__all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner", "available_memory"]
+__all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner"]

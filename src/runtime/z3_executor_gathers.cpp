@@ -263,12 +263,20 @@ void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
   c10::SmallVector<Launched, 1> launched;
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {
-    // What is there is out of date: its memory first, so that the new copy may use it.
+    // What is there is out of date: its memory first, so that the new copy may use it. A program that still holds it is
+    // told so when it reads it. Where it may be out of date for all that the runtime knows, but the shard shows no
+    // change, the program keeps what it holds.
     if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr && !old->let_go) {
-      releaseStorage(
-          old->tensor,
-          concat(param_registry_->getParam(one.id).describe(), " was gathered again after its shard had changed"),
-          false);
+      const DSParam& param = param_registry_->getParam(one.id);
+      if (old->version == DSParamRegistry::versionOf(param.getDSTensor())) {
+        forgetCopy(one);
+      } else {
+        releaseStorage(old->tensor,
+                       concat(param.describe(),
+                              " was gathered again after its shard had changed: read it from its module again, or "
+                              "clone() it where the old values are wanted"),
+                       false);
+      }
     }
     launched.push_back(prepare(one));
   }

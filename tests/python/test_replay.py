@@ -126,6 +126,10 @@ def on_one_rank(rank: int, world: int) -> None:
     model, optimizer = plain()
     graph = compiled(model, optimizer)
     assert "nothing is gathered or planned" in str(graph.explain())
+    properties = [name for name, value in vars(deepcompile.CompiledGraph).items() if isinstance(value, property)]
+    shown = {name: getattr(graph, name) for name in properties if not name.startswith("_")}
+    assert shown.keys() >= {"predicted_step_time", "on_demand_step_time", "divergences", "variants"}
+    assert graph.may_record and graph.add_variant("key", deepcompile.get_recorded_ops()) is None
     with pytest.raises(RuntimeError, match="there is no plan to trace or save"):
         graph.save("nowhere")
 
