@@ -53,9 +53,7 @@ def container_memory(
             yield from _left_up_to(pathlib.Path(mount), path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             root = pathlib.Path(mount) / "memory"
-            yield from _left_up_to(
-                root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            )
+            yield from _left_up_to(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _left_up_to(root: pathlib.Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """What a step needs by the shapes of the batch, and the same for all ranks, whose batches may have other shapes.
 
-Ranks plan alike, so what they plan from must be alike. Bytes are the largest of any rank: a plan then fits on every one. Estimated
-times are medians.
+Ranks plan alike, so what they plan from must be alike. Bytes are the largest of any rank: a plan then fits on every one.
+Estimated times are medians.
 """
 
 from __future__ import annotations

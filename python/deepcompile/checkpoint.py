@@ -286,7 +286,7 @@ def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _large_states(metadata: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The keys of states that are as large as their parameter, by its name and their own. Its name may hold any character."""
+    """The keys of states that are as large as their parameter, by its name (which may hold any character) and their own."""
     found: dict[str, dict[str, str]] = {}
     for key in metadata:
         kind, _, place = key.partition("/")

@@ -2,7 +2,8 @@
 
 On CPU, and where the optimizer cannot do otherwise, the host reads the norm and decides. On CUDA reading it would stop the
 host in every step, so where the optimizer is fused the decision travels with the gradients: its kernel divides by one number
-and does nothing when another says so. The host learns of a skipped update when it asks for it, at the next step at the latest.
+and does nothing when another says so. The host learns of a skipped update when it asks for it, at the next step at the
+latest.
 """
 
 from __future__ import annotations

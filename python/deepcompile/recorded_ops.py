@@ -177,17 +177,18 @@ class RecordedOps(list[RecordedOp]):
                     flags = set(words[4:])
                     params.append(
                         ParamRecord(
-                            _unword(words[1]), shape, words[3], "frozen" not in flags, "persistent" in flags, "leaf" in flags
+                            _unword(words[1]),
+                            shape,
+                            words[3],
+                            "frozen" not in flags,
+                            "persistent" in flags,
+                            "leaf" in flags,
                         )
                     )
                 elif words[0] in KINDS:
                     kind, param, size, dtype, phase, *numbers = words
                     iteration, micro, start, end = map(int, numbers)
-                    ops.append(
-                        RecordedOp(
-                            kind, _unword(param), int(size), dtype, phase, iteration, micro, start, end
-                        )
-                    )
+                    ops.append(RecordedOp(kind, _unword(param), int(size), dtype, phase, iteration, micro, start, end))
                 else:
                     raise ValueError(f"no operation is called {words[0]!r}")
             except (ValueError, IndexError) as error:

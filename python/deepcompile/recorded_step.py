@@ -202,7 +202,9 @@ def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRe
         later = next((j for j in range(index + 1, len(where)) if cycle.reads[j].param == read.param), None)
         keep = later is not None and any(
             begin <= where[index] and where[later] < end
-            for begin, end in gathers.intervals.get(read.param, [[0, gathers.nodes]])  # without a gather: there all the time
+            for begin, end in gathers.intervals.get(
+                read.param, [[0, gathers.nodes]]
+            )  # without a gather: there all the time
         )
         dtype = getattr(torch, read.dtype)
         result.append(((keys[read.param][0], dtype, read.kind, read.backward), keep, starts[index]))

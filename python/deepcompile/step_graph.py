@@ -1,7 +1,7 @@
 """From cut graphs to the planner's step graph: its parameters, what is saved, its nodes, and the pieces of the update.
 
-The nodes of a step graph are numbered in the order of the program: the segments of the forward, those of the backward, micro-batch
-by micro-batch, and then the pieces of the update. What reads a plan goes by these numbers; names are for people.
+The nodes of a step graph are numbered in the order of the program: the segments of the forward, those of the backward,
+micro-batch by micro-batch, and then the pieces of the update. What reads a plan goes by these numbers; names are for people.
 """
 
 from __future__ import annotations

@@ -159,7 +159,10 @@ def skips_late(rank: int, world: int, folder: str, kind: str) -> None:
             "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
             "in sequence": lambda: torch.optim.lr_scheduler.SequentialLR(
                 optimizer,
-                [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2), torch.optim.lr_scheduler.StepLR(optimizer, 1)],
+                [
+                    torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2),
+                    torch.optim.lr_scheduler.StepLR(optimizer, 1),
+                ],
                 [3],
             ),
         }
@@ -174,7 +177,9 @@ def skips_late(rank: int, world: int, folder: str, kind: str) -> None:
             if step in (1, 2):
                 where = engine.save_checkpoint(f"{folder}/{late}")
                 facts = torch.load(f"{where}/facts.pt", weights_only=False)["engine"]
-                saved.append({key: facts[key] for key in ("steps", "skipped_steps", "schedule")} | {"where": where[-6:]})
+                saved.append(
+                    {key: facts[key] for key in ("steps", "skipped_steps", "schedule")} | {"where": where[-6:]}
+                )
             if step not in (1, 4):  # there the host may not know it yet
                 rates.append(engine.get_lr())
         return engine, rates, saved
@@ -189,9 +194,10 @@ def skips_late(rank: int, world: int, folder: str, kind: str) -> None:
 
 @only_on_cpu("there the device decides in every test")
 @pytest.mark.parametrize("kind", ["exponential", "one cycle", "in sequence"])
-def test_a_step_that_is_known_late_to_be_skipped_advances_no_schedule_and_is_in_no_checkpoint(tmp_path, kind: str) -> None:
+def test_a_step_that_is_known_late_to_be_skipped_advances_no_schedule_and_is_in_no_checkpoint(
+    tmp_path, kind: str
+) -> None:
     run_ranks(2, skips_late, str(tmp_path), kind)
-
 
 
 def collectives(rank: int, world: int, stage: int) -> list[int]:

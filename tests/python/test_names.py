@@ -14,7 +14,21 @@ from harness import run_ranks
 from models import assert_close, seeded
 
 #: As keys of a ModuleDict: what a checkpoint, the texts of plans and of recordings use to tell words apart, and more.
-ODD = ("a", "a/b", "a/b/momentum_buffer", "x=1", "with space", "one,two", "#5", "100%", "-", "state:a", "tab\tand\nline", "é", "%20")
+ODD = (
+    "a",
+    "a/b",
+    "a/b/momentum_buffer",
+    "x=1",
+    "with space",
+    "one,two",
+    "#5",
+    "100%",
+    "-",
+    "state:a",
+    "tab\tand\nline",
+    "é",
+    "%20",
+)
 
 
 class OddNames(nn.Module):
