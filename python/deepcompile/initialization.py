@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from deepcompile._shard_aware_torch import refuse_whole_parameter_optimizer
-from deepcompile.config import Config, ConfigError, OptimizerConfig, accumulation_steps, load_config
+from deepcompile.config import Config, ConfigError, OptimizerConfig, load_config
 from deepcompile.deferred import InitFunction
 from deepcompile.engine import Engine
+from deepcompile.engine_config import engine_config
 from deepcompile.sharding import is_sharded, shard, sharding_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -32,7 +33,9 @@ def initialize(
     """Shards ``model`` (unless :func:`deepcompile.shard` has) and returns its engine. ``optimizer`` is one over the
     parameters of ``model``, a function that makes one from them, or left to ``config["optimizer"]``; the latter two get
     ``model_parameters`` (parameters or groups of them, as for any optimizer) or, without it, all that are trained.
-    ``lr_scheduler`` is one, or a function that makes one from the optimizer.
+    ``lr_scheduler`` is one, or a function that makes one from the optimizer. A model that was sharded before goes on with
+    the configuration of ``shard``: ``config`` is that one or None, and may add what engines alone read (clipping, the
+    optimizer, how to compile).
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
@@ -45,13 +48,9 @@ def initialize(
                 "the model's parameters have no data yet and are about to be made: pass a function that makes the optimizer"
             )
         shard(model, checked, process_group=process_group, init_fn=init_fn)
-    elif config is None:
-        checked = sharding_of(model).config
-    elif checked.stage != sharding_of(model).config.stage:
-        raise ValueError(
-            f"the model was sharded for stage {sharding_of(model).config.stage} and config asks for {checked.stage}"
-        )
-    checked.gradient_accumulation_steps = accumulation_steps(checked, sharding_of(model).world)
+    elif process_group is not None and process_group is not sharding_of(model).group:
+        raise ValueError("the model was sharded over another process_group; give it to deepcompile.shard alone")
+    checked = engine_config(sharding_of(model), None if config is None else checked)
     made = _make_optimizer(model, optimizer, checked.optimizer, model_parameters)
     if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
         if made is None:

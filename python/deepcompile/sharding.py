@@ -121,6 +121,11 @@ class Sharding:
         return self._planner
 
     @property
+    def is_planned(self) -> bool:
+        """Whether a planner was made, from the configuration as it was then."""
+        return self._planner is not None
+
+    @property
     def reads_what_it_has(self) -> bool:
         """True in the steps of an engine on one rank: a gather is the parameter itself, and there is nothing to plan."""
         in_place = os.environ.get("DEEPCOMPILE_READ_IN_PLACE", "auto") != "off"
