@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from deepcompile._load import _C
 
 if TYPE_CHECKING:
+    from deepcompile.engine import Engine
     from deepcompile.sharding import Sharding
 
 #: They compute norms or factors over a whole parameter, or take part in a line search. Also where another library has them.
@@ -27,6 +28,9 @@ _NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon"
 
 #: The parameters that an optimizer trained when it was last looked at.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+
+#: They count micro-batches.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 _installed = False
 
@@ -38,6 +42,7 @@ def install() -> None:
     _installed = True
     _wrap_total_norm()
     _wrap_grad_scaler()
+    _wrap_zero_grad()
     _refuse_ddp()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
@@ -150,6 +155,30 @@ def _wrap_grad_scaler() -> None:
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
 
 
+def hear_zero_grad(engine: Engine) -> None:
+    """From now on the engine is told when an optimizer or a module clears gradients."""
+    _engines.add(engine)
+
+
+def _wrap_zero_grad() -> None:
+    """The gradients of an accumulation are in the runtime, where setting ``param.grad`` does not reach."""
+
+    def tells_engines(kind: Any, params: Callable[[Any], list[torch.Tensor]]) -> None:
+        inner = kind.zero_grad
+
+        @functools.wraps(inner)
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            inner(self, *args, **kwargs)
+            for engine in sorted(_engines, key=lambda engine: engine.sharding.graph_id):
+                if engine.gradients_pending:
+                    engine.note_zero_grad(params(self))
+
+        kind.zero_grad = zero_grad
+
+    tells_engines(torch.optim.Optimizer, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
+    tells_engines(torch.nn.Module, lambda module: list(module.parameters()))
+
+
 def _refuse_ddp() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     inner = ddp.__init__
@@ -236,6 +265,7 @@ __all__ = [
     "after_update",
     "are_the_only_hooks",
     "before_update",
+    "hear_zero_grad",
     "install",
     "note_update",
     "refuse_whole_parameter_optimizer",

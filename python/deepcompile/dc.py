@@ -214,6 +214,12 @@ class Runtime:
         """
         self._native.gather_small_together(together)
 
+    def discard_gradients(self, ds_ids: Sequence[int]) -> None:
+        """Between backwards: what was accumulated of these parameters since the last update is thrown away. ``shard.grad``
+        is the caller's to clear. Every rank calls it.
+        """
+        self._native.discard_gradients(list(ds_ids))
+
     def let_gradients_go(self) -> None:
         """After an update, when ``grad`` of the shards is None: gradient buffers take no memory until the next backward."""
         self._native.let_gradients_go()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepcompile import _fused_adam
+from deepcompile import _fused_adam, _shard_aware_torch
 from deepcompile._backend import load_compiler
 from deepcompile._compile import keep_guards
 from deepcompile._sharded_modules import trains_otherwise
@@ -27,7 +27,7 @@ from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
 from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
 from deepcompile.schedule_state import ScheduleState
-from deepcompile.sharding import Sharding, sharding_of
+from deepcompile.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.state_offload import StateOffload
 
 _log = logging.getLogger("deepcompile")
@@ -44,6 +44,7 @@ class Engine(EngineSurface):
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.sharding: Sharding = sharding_of(model)
+        _shard_aware_torch.hear_zero_grad(self)
         self.loss_scale = LossScale(config.fp16)
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0
@@ -56,6 +57,7 @@ class Engine(EngineSurface):
         self._trains: bool | None = None  # anything at all, at the last forward
         self._in_step = False  # from the first forward to the update
         self._said_skip = False
+        self._said_discard = False
         #: While the device may still skip the last update, which the schedule has counted.
         self._schedule_before: ScheduleState | None = None
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
@@ -176,7 +178,7 @@ class Engine(EngineSurface):
     def step(self) -> bool:
         """At the accumulation boundary: clips, updates, clears the gradients. True when parameters were updated."""
         if not self._awaits_step:
-            raise RuntimeError("engine.step was called without engine.backward(loss) before it")
+            raise RuntimeError("engine.step was called without engine.backward(loss) before it, or after zero_grad()")
         boundary = self.is_gradient_accumulation_boundary()
         self._awaits_step = False
         if not boundary:
@@ -204,7 +206,7 @@ class Engine(EngineSurface):
             if self.offload is not None:
                 self.offload.skip()
             self._skip()
-        self.zero_grad()
+        self._clear_gradients()
         self.drift.stop()
         self.profile.end_update(started)
         self._end_step()
@@ -287,6 +289,46 @@ class Engine(EngineSurface):
         )
 
     def zero_grad(self) -> None:
+        """Throws away what was accumulated; in the middle of an accumulation that begins anew, with the next micro-batch as
+        its first. Every rank calls it.
+        """
+        if self._micro_steps > 0:
+            self._discard(self.sharding.params)
+        self._clear_gradients()
+
+    def note_zero_grad(self, params: list[torch.Tensor]) -> None:
+        """Of ``zero_grad`` of an optimizer or a module, which has cleared the gradients of these parameters. Where they are
+        all that are trained, the accumulation begins anew.
+        """
+        if not self.sharding.is_open:
+            return
+        cleared = set(params)
+        found = [sharded for sharded in self.sharding.params if sharded.param in cleared]
+        if not found:
+            return
+        if not self._said_discard and self.sharding.rank == 0:
+            self._said_discard = True
+            _log.warning(
+                "zero_grad() was called after %d of %d micro-batches of an accumulation and throws their gradients away. "
+                "Said once. engine.step() clears gradients by itself: leave zero_grad() out where this is not meant",
+                self._micro_steps,
+                self.gradient_accumulation_steps(),
+            )
+        self._discard(found)
+        for sharded in found:  # gradients that were still on their way
+            sharded.param.grad = None
+
+    def _discard(self, params: list[ShardedParam]) -> None:
+        """Throws away the gradients that were accumulated of these parameters."""
+        self.sharding.runtime.discard_gradients([sharded.id for sharded in params])
+        if {s.id for s in self.sharding.params if s.param.requires_grad} <= {sharded.id for sharded in params}:
+            self._micro_steps, self._awaits_step = 0, False
+            self.drift.leave_out()
+            if isinstance(self.profile, ReplayProfile):
+                self.profile.stop()
+            self._in_step = False  # what is recorded and measured of a step begins with the next forward
+
+    def _clear_gradients(self) -> None:
         # All parameters there are, without a walk through the modules: that takes longer than many a kernel.
         for sharded in self.sharding.params:
             sharded.param.grad = None

@@ -199,6 +199,7 @@ void bindRuntime(py::module_& module) {
       .def("invalidate_gathered_param", &Runtime::invalidateGatheredParam, py::arg("ds_id"), NoGil())
       .def("clear_all_gathered_params", &Runtime::clearAllGatheredParams, NoGil())
       .def("gather_small_together", &Runtime::gatherSmallTogether, py::arg("together"), NoGil())
+      .def("discard_gradients", &Runtime::discardGradients, py::arg("ds_ids"), NoGil())
       .def("let_gradients_go", &Runtime::letGradientsGo, NoGil())
       .def("sum_over_ranks", &Runtime::sumOverRanks, py::arg("tensor"), NoGil())
       .def("close", &Runtime::close, NoGil())

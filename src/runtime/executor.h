@@ -68,6 +68,10 @@ class CustomOpExecutor {
   // The same at a moment of this rank's own. Throws when there are gradients beyond the expected ones.
   void settleAlone();
 
+  // Between backwards: what backwards since the last update have accumulated of these parameters is thrown away. All
+  // ranks call it.
+  void discardGradients(const std::vector<std::int64_t>& ds_ids);
+
   // The autograd run that the next gradient belongs to (below 0: none). An implicit backward of another run was given
   // up.
   void noteAutogradTask(std::int64_t task);
@@ -111,6 +115,9 @@ class CustomOpExecutor {
   virtual void accumulateLocally(const DSParam& param, const at::Tensor& grad);
   // The gradient that enters the bucket: `grad` (undefined: none) and what was kept on this rank.
   virtual at::Tensor withLocal(const DSParam& param, at::Tensor grad) { return grad; }
+
+  // Throws away what accumulateLocally kept.
+  virtual void discardLocal(std::int64_t ds_id) {}
 
   // The caller is ordered after all reductions of the last backward.
   virtual void reductionsSettled() {}

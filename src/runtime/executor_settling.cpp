@@ -34,6 +34,19 @@ void CustomOpExecutor::settleAlone() {
   finishSettling();
 }
 
+void CustomOpExecutor::discardGradients(const std::vector<std::int64_t>& ds_ids) {
+  settle();
+  for (const std::int64_t id : ds_ids) {
+    if (hasParam(id)) {
+      has_acc_grad_.erase(id);
+      discardLocal(id);
+    }
+  }
+  if (has_acc_grad_.size() == 0) {
+    param_registry_->setUpdateFollowed(true);  // nothing is left that a backward could add to
+  }
+}
+
 void CustomOpExecutor::finishSettling() {
   unsettled_ = false;
   copied_.letGo(*context_, 0);

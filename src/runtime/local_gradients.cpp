@@ -32,4 +32,10 @@ at::Tensor LocalGradients::take(const DSParam& param, at::Tensor grad) {
   return found->second.sum;
 }
 
+void LocalGradients::discard(std::int64_t ds_id) {
+  if (const auto found = local_.find(ds_id); found != local_.end()) {
+    found->second.holds = false;
+  }
+}
+
 }  // namespace dc

@@ -15,6 +15,8 @@ class LocalGradients {
   void add(const DSParam& param, const at::Tensor& grad);
   // The sum of what was added and `grad` (undefined: none); what was added is forgotten. Without either: undefined.
   at::Tensor take(const DSParam& param, at::Tensor grad);
+  // What was added is thrown away.
+  void discard(std::int64_t ds_id);
 
  private:
   struct Local {

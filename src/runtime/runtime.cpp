@@ -397,16 +397,7 @@ void Runtime::endForward() {
 void Runtime::startBackward(bool update, bool settle_later) {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();
-  if (context_->unsettled->pending()) {
-    std::map<std::int64_t, CustomOpExecutor*> in_order;  // settling may need all ranks
-    for (const auto& [graph_id, executor] : executors_) {
-      in_order[graph_id] = executor.get();
-    }
-    for (const auto& [graph_id, executor] : in_order) {
-      executor->settle();
-    }
-    context_->unsettled->setPending(false);
-  }
+  settleTogether();
   update_pending_ = update_pending_ || update;
   if (context_->device_order) {
     // Gradients come to need the memory. A device's allocator has it again at once; pages of a host would be made anew.
@@ -416,6 +407,20 @@ void Runtime::startBackward(bool update, bool settle_later) {
     executor->settleLater(settle_later && !update);
     executor->startBackward(update);
   }
+}
+
+void Runtime::settleTogether() {
+  if (!context_->unsettled->pending()) {
+    return;
+  }
+  std::map<std::int64_t, CustomOpExecutor*> in_order;  // settling may need all ranks
+  for (const auto& [graph_id, executor] : executors_) {
+    in_order[graph_id] = executor.get();
+  }
+  for (const auto& [graph_id, executor] : in_order) {
+    executor->settle();
+  }
+  context_->unsettled->setPending(false);
 }
 
 void Runtime::settle() {
@@ -481,6 +486,15 @@ void Runtime::limitIdleMemory(std::int64_t bytes) {
   const std::lock_guard lock(context_->mutex);
   most_idle_ = bytes;
   pool_->limitIdle(bytes);
+}
+
+void Runtime::discardGradients(const std::vector<std::int64_t>& ds_ids) {
+  const std::lock_guard lock(context_->mutex);
+  checkOpen();
+  settleTogether();
+  for (const auto& [graph_id, executor] : executors_) {
+    executor->discardGradients(ds_ids);
+  }
 }
 
 void Runtime::letGradientsGo() {

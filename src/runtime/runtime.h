@@ -67,6 +67,9 @@ class Runtime {
   // See CustomOpExecutor::planReductions.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
                       std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
+  // Between backwards: what was accumulated of these parameters since the last update is thrown away, so that the next
+  // backward begins a sum. Gradients that the shards show are the caller's to clear. All ranks call it.
+  void discardGradients(const std::vector<std::int64_t>& ds_ids);
   // After an update: gradients that nobody holds take no memory until the next backward makes them.
   void letGradientsGo();
   // See BufferPool::limitIdle; of memory for gathered parameters.
@@ -136,6 +139,8 @@ class Runtime {
   void addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
   void checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const;
   void freeGathered(std::int64_t ds_id);
+  // By all ranks together; lock held.
+  void settleTogether();
   void forgetGraphs();
   void checkOpen() const;
   std::string facts() const;

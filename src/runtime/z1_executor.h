@@ -20,6 +20,7 @@ class Z1CustomOpExecutor : public CustomOpExecutor {
   bool communicates() const override { return param_updated_; }
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
+  void discardLocal(std::int64_t ds_id) override { local_.discard(ds_id); }
 
  private:
   LocalGradients local_;

@@ -94,6 +94,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void reductionsSettled() override;
   void accumulateLocally(const DSParam& param, const at::Tensor& grad) override { local_.add(param, grad); }
   at::Tensor withLocal(const DSParam& param, at::Tensor grad) override { return local_.take(param, std::move(grad)); }
+  void discardLocal(std::int64_t ds_id) override { local_.discard(ds_id); }
 
  private:
   struct Wanted {

@@ -71,8 +71,8 @@ class Trainer:
     def step(self) -> None:
         raise NotImplementedError
 
-    def discard(self) -> None:
-        """What was accumulated is thrown away."""
+    def discard(self, by: str) -> None:
+        """What was accumulated is thrown away, through the engine, the optimizer or the model."""
         raise NotImplementedError
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ class Unsharded(Trainer):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def discard(self) -> None:
+    def discard(self, by: str) -> None:
         self._optimizer.zero_grad()
         self._done = 0
 
@@ -126,8 +126,8 @@ class WithEngine(Trainer):
     def step(self) -> None:
         self.engine.step()
 
-    def discard(self) -> None:
-        self.engine.zero_grad()
+    def discard(self, by: str) -> None:
+        {"engine": self.engine, "optimizer": self.engine.optimizer, "model": self.model}[by].zero_grad()
 
     def state(self) -> dict[str, torch.Tensor]:
         return deepcompile.full_state_dict(self.model)
@@ -256,10 +256,19 @@ def accumulation(program: Program) -> None:
 def accumulation_that_ends_early(program: Program) -> None:
     trainer = program.trainer(WithLoss(program.net()), accumulation=2)
     program.train(trainer, 0, 6)
-    for number in (20, 30):
+    for number, by in ((20, "engine"), (30, "optimizer"), (40, "model")):
         program.train(trainer, number, number + 1)
-        trainer.discard()
+        trainer.discard(by)
         program.train(trainer, number + 2, number + 6)
+    program.end(trainer)
+
+
+def accumulation_that_is_cleared_in_part(program: Program) -> None:
+    trainer = program.trainer(WithLoss(program.net()), accumulation=2)
+    for number in range(0, 2 * STEPS, 2):
+        program.train(trainer, number, number + 1)
+        trainer.model.net.layers["second"].zero_grad()
+        program.train(trainer, number + 1, number + 2)
     program.end(trainer)
 
 
@@ -275,5 +284,6 @@ SITUATIONS: dict[str, Callable[[Program], None]] = {
         gan,
         accumulation,
         accumulation_that_ends_early,
+        accumulation_that_is_cleared_in_part,
     )
 }
