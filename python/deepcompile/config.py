@@ -129,7 +129,7 @@ class Config:
     #: Gather over NCCL into memory that it writes to directly (CUDA only): faster for large parameters, and activations
     #: cannot have that memory meanwhile.
     registered_memory: bool = False
-    #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile.
+    #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile, but not outside it.
     timeout: float = 300.0
     #: The checks of the runtime's debug mode, at the price of speed.
     debug: bool = False

@@ -7,8 +7,9 @@ that needs a second one, on another process group, makes it with :class:`Runtime
 from __future__ import annotations
 
 import atexit
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,6 +174,19 @@ class Runtime:
     def end_reads(self) -> None:
         """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
         self._native.end_reads()
+
+    @contextlib.contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Waits inside belong to no step: none has the longer deadline of the first one. The same on all ranks."""
+        self._native.set_outside_step(True)
+        try:
+            yield
+        finally:
+            self._native.set_outside_step(False)
+
+    def timeout(self) -> float:
+        """Seconds that a wait may take now."""
+        return self._native.timeout()
 
     def end_forward(self) -> None:
         _saved_tensors.switch_off()

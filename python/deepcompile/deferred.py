@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from deepcompile import _channels
+from deepcompile.group_transfers import slice_of
 
 InitFunction = Callable[[nn.Module], None]
 
@@ -56,8 +57,6 @@ def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[
     :func:`deepcompile.initialize`, and make the optimizer after that. Values come from ``reset_parameters`` of each module,
     and from ``init_fn`` given to ``shard``; where neither sets one, from the constructor (``nn.Parameter(torch.ones(n))``).
     """
-    from deepcompile.sharding import slice_of
-
     group = _channels.resolve_group(process_group)
     rank, world = group.rank(), group.size()
     original = nn.Module.register_parameter
@@ -108,8 +107,6 @@ def _make_module(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[nn.Parameter, torch.Tensor]:
-    from deepcompile.sharding import slice_of
-
     reset = getattr(module, "reset_parameters", None)
     whole = {key: nn.Parameter(_unset(p), requires_grad=p.requires_grad) for key, p in missing.items()}
     saved = dict(module._parameters)

@@ -77,8 +77,12 @@ class Engine(EngineSurface):
         if config.compile.mode == "compile":
             self._compile()
         elif config.compile.mode == "replay":
-            self.sharding.planner  # noqa: B018 - made here, by all ranks together
+            self._make_planner()
             self.profile = ReplayProfile(self.sharding, config.compile.profile_steps)
+
+    def _make_planner(self) -> None:
+        with self.sharding.runtime.outside_step():
+            self.sharding.planner  # noqa: B018 - made here, by all ranks together
 
     def _compile(self) -> None:
         options = self.config.compile
@@ -92,7 +96,7 @@ class Engine(EngineSurface):
         )
         if self.sharding.whole:  # nothing to plan
             return
-        self.sharding.planner  # noqa: B018 - made here, by all ranks together
+        self._make_planner()
         self.profile = Profile(self.sharding, options.profile_steps)
         self.drift = Drift(self.sharding, options.replan_factor, options.replan_steps)
 

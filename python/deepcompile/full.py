@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepcompile._sharded_modules import original_class
@@ -22,7 +21,8 @@ def _params_of(module: nn.Module, sharding: Sharding) -> list[ShardedParam]:
 def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
     """Inside the context, ``module`` and what is in it hold whole parameters, in the dtype of the shards, that can be read
     and changed in place (``nn.init.normal_(module.weight)``). At its end they are sharded again with the values that
-    ``modifier_rank`` holds; with None nothing is written back. Every rank enters it; nothing may be trained inside.
+    ``modifier_rank`` holds; with None nothing is written back. Every rank enters it; nothing may be trained inside. Where
+    one rank raises inside, nothing is written back and the others hear of it at the end of the context.
     """
     sharding = sharding_of(module)
     if modifier_rank is not None and not 0 <= modifier_rank < sharding.world:
@@ -46,8 +46,12 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
             gathered_too += [(sharded, owner, attribute) for owner, attribute in sharded.places if owner in classes]
     for sharded, owner, attribute in gathered_too:
         owner._parameters[attribute] = nn.Parameter(sharding.gather(sharded), requires_grad=False)
+    transfers = sharding.transfers
     try:
         yield module
+    except BaseException as error:
+        transfers.fail(error)
+        raise
     finally:
         replaced = [
             (owner, attribute)
@@ -62,42 +66,45 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
             owner._parameters[attribute] = sharded.param
         for owner, original in classes.items():
             owner.__class__ = original
-    if replaced:
-        owner, attribute = replaced[0]
-        raise RuntimeError(
-            f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
-        )
-    trained = next((sharded.name for sharded in params if whole[sharded.id].grad is not None), None)
-    if trained is not None and modifier_rank is not None:
-        raise RuntimeError(
-            f"a backward ran inside full_params: the gradient of '{trained}' would be lost with the whole copy. Leave the "
-            "context before loss.backward()"
-        )
+    problem = _problem(params, whole, replaced, writes=modifier_rank is not None)
+    if problem:
+        transfers.fail(problem)
+        raise RuntimeError(problem)
+    # Before anything is written: a rank that has raised inside takes no part in what follows.
+    transfers.meet("has left full_params")
     if modifier_rank is not None:
-        sharding.runtime.end_reads()
+        with sharding.runtime.outside_step():
+            sharding.runtime.end_reads()
         for sharded in params:
             _write_back(sharding, sharded, whole[sharded.id].detach(), modifier_rank)
 
 
+def _problem(
+    params: list[ShardedParam], whole: dict[int, nn.Parameter], replaced: list[tuple[nn.Module, str]], writes: bool
+) -> str:
+    """What was done inside that cannot be sharded again; empty where all is well."""
+    if replaced:
+        owner, attribute = replaced[0]
+        return f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
+    for sharded in params if writes else ():
+        parameter = whole[sharded.id]
+        if parameter.grad is not None:
+            return (
+                f"a backward ran inside full_params: the gradient of '{sharded.name}' would be lost with the whole copy. "
+                "Leave the context before loss.backward()"
+            )
+        if parameter.shape != sharded.full_shape:
+            return (
+                f"parameter '{sharded.name}' has shape {list(parameter.shape)} after full_params instead of "
+                f"{list(sharded.full_shape)}"
+            )
+    return ""
+
+
 def _write_back(sharding: Sharding, sharded: ShardedParam, whole: torch.Tensor, source: int) -> None:
-    if whole.shape != sharded.full_shape:
-        raise RuntimeError(
-            f"parameter '{sharded.name}' has shape {list(whole.shape)} after full_params instead of "
-            f"{list(sharded.full_shape)}"
-        )
-    parts = None
-    if sharding.rank == source:
-        parts = [_part(whole, rank, sharding.world) for rank in range(sharding.world)]
-    own = torch.empty(sharded.param.numel(), dtype=sharded.param.dtype, device=sharded.param.device)
-    dist.scatter(own, parts, src=dist.get_global_rank(sharding.group, source), group=sharding.group)
+    own = sharding.transfers.scatter(whole.to(sharded.param.dtype), source, f"parameter '{sharded.name}'")
     with torch.no_grad():
         sharded.param.copy_(own.view(sharded.param.shape))  # a new version: what is gathered is out of date
-
-
-def _part(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    from deepcompile.sharding import slice_of
-
-    return slice_of(whole, rank, world).contiguous()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

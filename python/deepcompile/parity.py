@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from deepcompile import _channels
 from deepcompile.config import Config, load_config
 from deepcompile.full import full_state_dict
+from deepcompile.group_transfers import GroupTransfers, slice_of
 from deepcompile.initialization import initialize
-from deepcompile.sharding import broadcast, slice_of
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -88,8 +88,11 @@ def check_parity(
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_parity: model_fn returned a {type(model).__name__}, not a torch.nn.Module")
     whole = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-    for tensor in whole:
-        broadcast(tensor, group)
+    transfers = GroupTransfers(group, checked.timeout)
+    transfers.meet("is about to check parity")
+    for tensor in whole if world > 1 else ():
+        if tensor.numel() > 0:
+            transfers.broadcast(tensor, 0, "the model")
     reference = model_fn()
     with torch.no_grad():
         for tensor, value in zip((*reference.parameters(), *reference.buffers()), whole, strict=True):

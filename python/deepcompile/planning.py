@@ -115,7 +115,7 @@ class StepPlanner:
         self._sharding = sharding
         self._config = sharding.config
         self.steps: dict[str, Step] = {}
-        self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", self._config.timeout)
+        self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", sharding.runtime.timeout)
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}

@@ -24,6 +24,7 @@ from torch import nn
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
 from deepcompile.config import Config, accumulation_steps, load_config
 from deepcompile.deferred import InitFunction, make_shards
+from deepcompile.group_transfers import GroupTransfers, slice_of
 from deepcompile.model_agreement import Identity, agree_on_model
 
 if TYPE_CHECKING:
@@ -66,9 +67,18 @@ class ShardedParam:
 class Sharding:
     """What was done to one model: its runtime, its graph and its parameters."""
 
-    def __init__(self, model: nn.Module, config: Config, group: dist.ProcessGroup, identity: Identity) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        group: dist.ProcessGroup,
+        identity: Identity,
+        transfers: GroupTransfers,
+    ) -> None:
         self.config = config
         self.group = group
+        #: What one rank sends the others outside the steps, and where they meet for it.
+        self.transfers = transfers
         self.rank, self.world = group.rank(), group.size()
         #: Of the graph that holds every parameter.
         self.graph_id = identity.graph_id
@@ -197,7 +207,7 @@ class Sharding:
         """
         if self.whole:
             return sharded.param.detach().to(dtype or sharded.param.dtype, copy=True)
-        with torch.no_grad():
+        with torch.no_grad(), self.runtime.outside_step():
             whole: torch.Tensor = torch.ops.dc.gather_shard(
                 sharded.param, self.graph_id, list(sharded.full_shape), dtype or sharded.param.dtype
             )
@@ -240,16 +250,6 @@ def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
 def _bucket_size(model: nn.Module) -> int:
     trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return min(max(trainable // 8, 250_000), 50_000_000)
-
-
-def slice_of(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    size = -(-whole.numel() // world)
-    part = whole.reshape(-1)[rank * size : (rank + 1) * size]
-    if part.numel() == size:
-        return part
-    padded = torch.zeros(size, dtype=whole.dtype, device=whole.device)
-    padded[: part.numel()] = part
-    return padded
 
 
 _shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
@@ -297,19 +297,19 @@ def shard(
         raise TypeError(f"shard takes a torch.nn.Module, not {type(model).__name__}")
     group = _channels.resolve_group(process_group)
     checked.gradient_accumulation_steps = accumulation_steps(checked, group.size())
-    for module in model.modules():
-        if is_sharded(module):
-            raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise TypeError(f"a {type(module).__name__} averages gradients itself: shard the model inside it (.module)")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
-    found = _find_params(model, checked)
+    transfers = GroupTransfers(group, checked.timeout)
+    try:
+        _check_modules(model)
+        found = _find_params(model, checked)
+        if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
+            _check_hooks(found)
+    except Exception as error:
+        transfers.fail(error)
+        raise
+    transfers.meet(f"is about to shard a {type(model).__name__}")
     entries = [(s.name, tuple(s.full_shape), str(s.original_dtype), s.param.requires_grad) for s in found]
     entries += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
-        _check_hooks(found)
-    sharding = Sharding(model, checked, group, agree_on_model(entries, group))
+    sharding = Sharding(model, checked, group, agree_on_model(entries, group), transfers)
     without_data = [*(sharded.param for sharded in found), *model.buffers()]
     device = sharding.runtime.device
     made = make_shards(model, init_fn, group, device) if any(tensor.is_meta for tensor in without_data) else {}
@@ -319,9 +319,9 @@ def shard(
         else:
             _replace_by_shard(sharded, sharding)
             sharding.params.append(sharded)
-    for buffer in model.buffers():
-        if buffer.numel() > 0:
-            broadcast(buffer, group)
+    for name, buffer in model.named_buffers():
+        if buffer.numel() > 0 and group.size() > 1:
+            transfers.broadcast(buffer, 0, f"buffer '{name}'")
     if not sharding.whole:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
@@ -331,6 +331,16 @@ def shard(
         _shardings[module] = sharding
     _shard_aware_torch.install()
     return model
+
+
+def _check_modules(model: nn.Module) -> None:
+    for module in model.modules():
+        if is_sharded(module):
+            raise ValueError(f"{type(module).__name__} is sharded already; shard each model once, as a whole")
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(f"a {type(module).__name__} averages gradients itself: shard the model inside it (.module)")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a TorchScript module cannot be sharded; shard the Python module that it was made from")
 
 
 def _find_params(model: nn.Module, config: Config) -> list[ShardedParam]:
@@ -455,32 +465,6 @@ def _kept(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch
     return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
 
-def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return any(reached.type == device.type for reached in group._device_types)
-
-
-def _scatter(own: torch.Tensor, parts: list[torch.Tensor] | None, group: dist.ProcessGroup) -> None:
-    """Through the host where the group does not reach the device."""
-    source = dist.get_global_rank(group, 0)
-    if _reaches(group, own.device):
-        dist.scatter(own, parts, src=source, group=group)
-        return
-    received = own.cpu()
-    dist.scatter(received, [part.cpu() for part in parts] if parts else None, src=source, group=group)
-    own.copy_(received)
-
-
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """From rank 0; through the host where the group does not reach the device."""
-    source = dist.get_global_rank(group, 0)
-    if _reaches(group, tensor.device):
-        dist.broadcast(tensor, source, group=group)
-        return
-    on_host = tensor.cpu()
-    dist.broadcast(on_host, source, group=group)
-    tensor.copy_(on_host)
-
-
 def _forget_its_graph(param: nn.Parameter) -> None:
     """While a graph from before sharding lives (a kept loss), autograd keeps the shape that the parameter's gradient had.
     It lets go of it where the dtype changes.
@@ -492,18 +476,14 @@ def _forget_its_graph(param: nn.Parameter) -> None:
 
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
-    param, group = sharded.param, sharding.group
+    param = sharded.param
     whole = param.detach()
     if sharding.whole:
         param.data = _kept(sharded, whole.contiguous(), sharding)
         param.grad = None
         param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
         return
-    parts = None
-    if sharding.rank == 0:
-        parts = [slice_of(whole, rank, sharding.world).contiguous() for rank in range(sharding.world)]
-    own = torch.empty(-(-whole.numel() // sharding.world), dtype=whole.dtype, device=whole.device)
-    _scatter(own, parts, group)
+    own = sharding.transfers.scatter(whole, 0, f"parameter '{sharded.name}'")
     _forget_its_graph(param)
     param.data = _kept(sharded, own, sharding)
     param.grad = None
@@ -513,11 +493,9 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
 __all__ = [
     "ShardedParam",
     "Sharding",
-    "broadcast",
     "is_sharded",
     "open_shardings",
     "shard",
     "sharding_of",
-    "slice_of",
     "update_trainable",
 ]

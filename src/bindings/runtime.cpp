@@ -190,6 +190,8 @@ void bindRuntime(py::module_& module) {
       .def("start_forward", &Runtime::startForward, NoGil())
       .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
       .def("end_reads", &Runtime::endReads, NoGil())
+      .def("set_outside_step", &Runtime::setOutsideStep, py::arg("outside"), NoGil())
+      .def("timeout", [](Runtime& runtime) { return runtime.context().timeout(); })
       .def("end_forward", &Runtime::endForward, NoGil())
       .def("start_backward", &Runtime::startBackward, py::arg("update"), py::arg("settle_later") = false, NoGil())
       .def("settle", &Runtime::settle, NoGil())

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -50,11 +51,22 @@ class Context {
   std::atomic<bool> profiling{false};
   // Set when the first step has ended.
   std::atomic<bool> warm{false};
+  // True while waits belong to no step: whole parameters are being read or written back.
+  std::atomic<bool> outside_step{false};
+  // Tells the communicators that timeout() is another now. Set before anything runs, empty once the runtime is closed.
+  std::function<void()> timeout_changed;
 
   static inline std::atomic<std::uint64_t> next_generation{1};
 
-  double timeout() const { return config.timeout * (warm ? 1.0 : Config::kFirstStepFactor); }
+  double timeout() const { return config.timeout * (warm || outside_step ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
+
+  // With the mutex.
+  void endFirstStep() {
+    if (!warm.exchange(true) && timeout_changed) {
+      timeout_changed();
+    }
+  }
 
   // The caller was kept from its own work since `began` (Timeline::now).
   void countWait(std::int64_t began) {

@@ -515,7 +515,7 @@ void CustomOpExecutor::endBackward() {
   ending_ = true;
   flushAllReduceBuckets();
   ending_ = false;
-  context_->warm = true;
+  context_->endFirstStep();
   if (mayLeaveRunning()) {
     unsettled_ = true;
     context_->unsettled->setPending(true);

@@ -91,6 +91,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
         "registered_memory needs CUDA; leave the key out or set it to false for parameters on CPU");
   check(context_->config.timeout > 0,
         [&] { return concat("timeout is ", context_->config.timeout, " seconds; it must be above 0"); });
+  context_->timeout_changed = [this] { setTimeouts(); };
   setTimeouts();
 }
 
@@ -354,10 +355,9 @@ void Runtime::startForward() {
   const std::lock_guard lock(context_->mutex);
   ensureAgreed();
   if (ran_forward_) {
-    context_->warm = true;  // also where there is no backward
+    context_->endFirstStep();  // also where there is no backward
   }
   ran_forward_ = true;
-  setTimeouts();
   if (context_->device_order) {
     pool_->limitIdle(most_idle_);
   }
@@ -385,6 +385,12 @@ void Runtime::endReads() {
     executor->endReads();
   }
   context_->await(gather_stream_->record());
+}
+
+void Runtime::setOutsideStep(bool outside) {
+  const std::lock_guard lock(context_->mutex);
+  context_->outside_step = outside;
+  setTimeouts();
 }
 
 void Runtime::endForward() {
@@ -553,6 +559,7 @@ void Runtime::close() {
   }
   const std::lock_guard lock(context_->mutex);
   open_ = false;
+  context_->timeout_changed = nullptr;
   pool_->trim();
   reduce_buckets_->clear();
   channels_.reduce->trim();

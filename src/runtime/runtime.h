@@ -86,6 +86,8 @@ class Runtime {
   void holdShards(bool hold);
   // Returns when every rank has done with what it read of shards in place. All ranks call it.
   void endReads();
+  // While true no wait belongs to a step, so none has the longer deadline of the first one. The same on all ranks.
+  void setOutsideStep(bool outside);
   void endForward();
   // With `settle_later` a backward that no update follows ends without a wait for its reductions: the next backward, a
   // read of a gradient of a ZeRO-3 shard, or settle() waits for them. The same on all ranks.
