@@ -18,6 +18,7 @@ import torch.nn.utils.clip_grad as clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 from deepcompile._load import _C
+from deepcompile._shard_parameter import ShardParameter
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
@@ -44,6 +45,7 @@ def install() -> None:
     _wrap_grad_scaler()
     _wrap_zero_grad()
     _refuse_ddp()
+    _allow_foreach()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
 
@@ -177,6 +179,12 @@ def _wrap_zero_grad() -> None:
 
     tells_engines(torch.optim.Optimizer, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
     tells_engines(torch.nn.Module, lambda module: list(module.parameters()))
+
+
+def _allow_foreach() -> None:
+    """Optimizers update many parameters in one kernel only where they know the class of each."""
+    if ShardParameter not in torch_optimizer._foreach_supported_types:
+        torch_optimizer._foreach_supported_types.append(ShardParameter)
 
 
 def _refuse_ddp() -> None:
