@@ -32,6 +32,7 @@ add_library(
   runtime/executor.cpp
   runtime/executor_order.cpp
   runtime/executor_settling.cpp
+  runtime/follower.cpp
   runtime/gathered.cpp
   runtime/graph_table.cpp
   runtime/host_copies.cpp
@@ -44,7 +45,6 @@ add_library(
   runtime/reduce_bucket.cpp
   runtime/reduction_order.cpp
   runtime/registry.cpp
-  runtime/replay.cpp
   runtime/runtime.cpp
   runtime/shards_in_place.cpp
   runtime/state_offload.cpp
@@ -65,7 +65,7 @@ target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
 Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/direct_calls.cpp bindings/inference_call.cpp
-                   bindings/replay.cpp bindings/runtime.cpp bindings/saved_tensors.cpp bindings/shm.cpp
+                   bindings/runtime.cpp bindings/saved_tensors.cpp bindings/schedule.cpp bindings/shm.cpp
                    bindings/state_offload.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)

@@ -1,8 +1,8 @@
 """The torch.compile backend "deepcompile". With ``_compile.py`` the only place that touches private parts of the compiler.
 
 AOTAutograd's joint graph is partitioned so that gathered parameters, and all that is computed only from them, are gathered
-again in the backward and never saved. Both halves are planned as one step; each is rewritten as planned just before Inductor
-(or nothing, for ``aot_eager``) compiles it, and can be compiled again with another plan.
+again in the backward and never saved. Both halves are planned as one step. Inductor (or nothing, for ``aot_eager``) compiles
+each once, whatever the plan: the runtime follows the plan's schedule at each of its reads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from deepcompile._load import _C
 from deepcompile.grouped_calls import group_calls
 from deepcompile.planning import CompiledCall
 from deepcompile.segments import (
+    GATHER,
+    Segments,
+    cut,
     give_gradients,
     has_gathers,
-    hold_back_gathers,
     mark_params,
+    name_of,
     only_from_gathers,
     share_gathers,
 )
 from deepcompile.step_graph import BACKWARD, FORWARD
-from deepcompile.step_plan import GraphPlan, planned_graph
+from deepcompile.step_plan import reads_of, slots_of, with_reads
 
 _log = logging.getLogger("deepcompile")
 
@@ -61,29 +64,42 @@ after_import("torch._dynamo.backends.registry", _register)
 
 
 class _Compiled:
-    """One compiled phase that can be replaced while its callers hold it."""
+    """One compiled phase. It runs by the schedule that its step has at the time of the call."""
 
     def __init__(
-        self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any
+        self, function: Callable[..., Any], step: Any, phase: str, sharding: Any, shards: list[int] | None
     ) -> None:
-        """``make`` compiles the phase by a plan."""
-        self._make = make
+        """``shards``: the positions of the shards among the arguments, by the numbers that schedules know parameters by; None
+        where the graph is not the one that was planned.
+        """
+        self._function = function
         self._step, self._phase, self._sharding = step, phase, sharding
+        self._shards = shards
         self._boxed_call = True  # takes one list, which it may empty
-        self._surroundings = _surroundings()
-        self._function = make(step.plan.graphs[phase] if step.plan else None)
-        step.compiled.setdefault(phase, weakref.WeakSet()).add(self)
-
-    def recompile(self, graph_plan: GraphPlan) -> None:
-        with self._surroundings():
-            self._function = self._make(graph_plan)
 
     def __call__(self, args: list[Any]) -> Any:
-        self._step.ran_in = self._sharding.steps_begun
-        if self._sharding.calls is not None and self._step.trains:
-            self._sharding.calls.append(CompiledCall(self._step, self._phase))
-            _C.note_call(self._sharding.graph_id, self._phase == BACKWARD)
+        step, sharding = self._step, self._sharding
+        step.ran_in = sharding.steps_begun
+        if sharding.calls is not None and step.trains:
+            sharding.calls.append(CompiledCall(step, self._phase))
+            _C.note_call(sharding.graph_id, self._phase == BACKWARD)
+        schedule = step.plan.schedules.get(self._phase) if step.plan is not None else None
+        if schedule is not None and self._shards is not None:
+            _C.begin_graph(sharding.graph_id, schedule, [args[place] for place in self._shards])
+        else:
+            _C.begin_graph(sharding.graph_id, None, [])
         return self._function(args)
+
+
+def _places_of_shards(graph: fx.Graph, planned: Segments) -> list[int] | None:
+    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when its
+    reads are not the planned ones.
+    """
+    if reads_of(cut(graph)) != reads_of(planned):
+        return None
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    places = {name_of(node): inputs.index(node.args[0]) for node in graph.nodes if node.target is GATHER}
+    return [places[name] for name in slots_of(planned)]
 
 
 class _Unit:
@@ -112,16 +128,6 @@ class _Unit:
             for index, sharding, name in found
         }
         self._step: Any = None
-
-    @property
-    def shares_gathers(self) -> bool:
-        """True where others may read what this graph gathers. On one rank that may be the parameters themselves. On several,
-        a plan of a step in several graphs may keep what any of them gathers, also one that trains nothing: all but the one
-        that holds the model.
-        """
-        if self._sharding is None:
-            return False
-        return self._sharding.world == 1 or self._step is None or not self._planner.holds_model(self._step)
 
     @property
     def _runs_alone(self) -> bool:
@@ -222,31 +228,22 @@ class _Unit:
                 step = self._step
             give_gradients(module.graph)
 
-            def with_plan(graph_plan: GraphPlan | None) -> Any:
-                # The compiler gets a graph of its own, which it may change: this one is for other plans.
-                graph = self._rewritten(module.graph, graph_plan, f"the {phase} of {step.name}")
-                step.shares_gathers = self.shares_gathers
-                with self._order:
-                    return inner(_with_graph(module, graph), example_inputs, **kwargs)
-
-            return _Compiled(with_plan, step, phase, self._sharding)
+            places = _places_of_shards(module.graph, step.graphs[phase])
+            if places is None and step.plan is not None:
+                _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
+            with self._order:
+                function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
+            return _Compiled(function, step, phase, self._sharding, places)
 
         return compile_one
 
-    def _rewritten(self, graph: fx.Graph, graph_plan: GraphPlan | None, what: str) -> fx.Graph:
-        """A copy with its collectives where they belong: as planned, where there is a plan."""
+    def _with_reads(self, graph: fx.Graph) -> fx.Graph:
         if self._runs_alone:
             alone = copy.deepcopy(graph)
             group_calls(alone)
             return alone
-        result = planned_graph(graph, graph_plan) if graph_plan is not None else None
-        if result is None:
-            if graph_plan is not None:
-                _log.warning("%s is not what was planned; it runs without a plan", what)
-            result = copy.deepcopy(graph)
-            hold_back_gathers(result)
-        if self.shares_gathers:
-            share_gathers(result)
+        result = with_reads(graph)
+        share_gathers(result)  # any schedule may keep what is read here
         return result
 
 
@@ -255,22 +252,6 @@ def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     other = fx.GraphModule(module, graph)
     other.meta = dict(module.meta)
     return other
-
-
-def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What Inductor finds around it while it compiles, to be put there again for a later compilation."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.virtualized import V
-
-    tracing_context = TracingContext.try_get()
-    fake_mode = V.fake_mode
-
-    @contextlib.contextmanager
-    def again() -> Any:
-        with tracing(tracing_context), V.set_fake_mode(fake_mode), torch.no_grad():
-            yield
-
-    return again
 
 
 def _partitioner(unit: _Unit) -> Any:
@@ -283,8 +264,7 @@ def _partitioner(unit: _Unit) -> Any:
             return unit.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            # What it decides is in the graph's text, but for who may read what the graph gathers.
-            return "deepcompile, a part" if unit.shares_gathers else "deepcompile"
+            return "deepcompile"  # what it decides is in the graph's text
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -38,7 +38,6 @@ EFFECTS = (
     _ops.prefetch_shards.default,
     _ops.reduce_shard.default,
     _ops.reduce_shards.default,
-    _ops.move_states.default,
 )
 
 #: All operators, in the order in which the program calls them.

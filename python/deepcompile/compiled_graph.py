@@ -60,7 +60,7 @@ class CompiledGraph:
         self._keys = {s.name: (s.id, s.read_dtype) for s in sharding.params}
         names = {s.id: s.name for s in sharding.params}
         self._names = names
-        self._follower = _C.ReplayFollower(
+        self._follower = _C.ScheduleFollower(
             [schedule(variant.cycle, variant.step, self._keys) for variant in variants],
             {s.id for s in sharding.params if s.leaf},
             {s.id for s in sharding.params if s.persistent},
@@ -215,7 +215,7 @@ class CompiledGraph:
             self._refused.add(key)
             return
         self._variants.append(variant)
-        self._follower.add_variant(schedule(variant.cycle, variant.step, self._keys))
+        self._follower.add_schedule(schedule(variant.cycle, variant.step, self._keys))
         if self._sharding.rank == 0:
             _log.info("deepcompile: an order of reads that came %d times is planned as well", self._kinds[key])
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
 from deepcompile import plan as planner
+from deepcompile._load import _C
 from deepcompile.agreement import Agreement
 from deepcompile.available_memory import available_memory, memory_name
 from deepcompile.batch_sizes import BatchSizes, over_all
@@ -21,7 +21,7 @@ from deepcompile.config import LEAST
 from deepcompile.segments import Segments, cut, structure_hash
 from deepcompile.state_offload import estimated_bytes
 from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, saved_buffers
-from deepcompile.step_plan import GraphPlan, StepPlan, step_plan, without_keeping
+from deepcompile.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.whole_step import Inputs, plan_whole_step
 
 if TYPE_CHECKING:
@@ -80,25 +80,14 @@ class Step:
     update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
     ran_in: int = 0  # number of the engine's step in which its forward ran last
-    #: Others may read what its graphs gather, as they were compiled.
-    shares_gathers: bool = False
     #: Of a recorded iteration; where not given, the planner's own.
     recorded: RecordedOptions | None = None
     #: Needed for the largest batches that this rank has compiled the graphs for.
     own_sizes: BatchSizes | None = None
-    #: What runs one phase, compiled for one or another shape. Whoever holds compiled code holds these.
-    compiled: dict[str, weakref.WeakSet[PlannedCode]] = dataclasses.field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
         return BACKWARD in self.graphs
-
-
-class PlannedCode(Protocol):
-    """Compiled code of one phase."""
-
-    def recompile(self, graph_plan: GraphPlan) -> None:
-        """With another plan."""
 
 
 class CompiledCall(NamedTuple):
@@ -269,6 +258,11 @@ class StepPlanner:
         step.why_not = ""
         if not keeps:
             step.plan = without_keeping(step.plan, self._facts)
+        if recorded is None:
+            step.plan.schedules = {
+                phase: _C.StepSchedule(graph_schedule(step.plan.graphs[phase], segments, phase))
+                for phase, segments in step.graphs.items()
+            }
 
     def plan_recorded(self, step: Step) -> None:
         """Plans an iteration that was recorded. The caller sees to it that all ranks do and mean the same."""
@@ -336,14 +330,14 @@ class StepPlanner:
         """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
         forwards = [call.step for call in calls if call.phase == FORWARD]
         parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
-        # One that held the model when it was compiled, and no longer does because more is trained, uses the memory again.
-        parts = parts and all(step.shares_gathers for step in forwards)
         return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
 
     def replan(
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
     ) -> bool:
-        """Plans again from measurements, which are the same on all ranks. True when the graphs do something else now."""
+        """Plans again from measurements, which are the same on all ranks. True when the plan is another now. It is active from
+        the next graph on that runs, and nothing is compiled for it.
+        """
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
         if self._sharding.offload is not None:
@@ -353,16 +347,12 @@ class StepPlanner:
         self._plan(step)
         self._agree(step, f"{step.name} measured", "planned from measurements")
         if step.plan is None:
-            step.plan = plan_before  # on all ranks; it is safe, and compiled
+            step.plan = plan_before  # on all ranks; it is safe
             return False
         step.measured = True
         self._place_reductions()
         if step.plan.graphs == before:
             return False
-        for phase, compiled in step.compiled.items():
-            if before is None or step.plan.graphs[phase] != before[phase]:
-                for code in compiled:  # for every shape: a rank may come back to any of them
-                    code.recompile(step.plan.graphs[phase])
         self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
         return True
 

@@ -20,7 +20,7 @@ from deepcompile import plan as planner
 from deepcompile.planning import Step
 from deepcompile.report import one_line
 from deepcompile.step_graph import BACKWARD, FORWARD
-from deepcompile.step_plan import GraphPlan
+from deepcompile.step_plan import GraphRead, reads_of
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
@@ -157,7 +157,7 @@ class Profile:
             ):
                 spans = [s for s in iteration.spans if begin <= s[3] <= end]
                 found = segment_seconds(
-                    step.plan.graphs[phase],
+                    reads_of(step.graphs[phase]),
                     [(names[s[1]], s[3], s[4]) for s in spans if s[0] == "take"],
                     begin,
                     end,
@@ -197,7 +197,7 @@ def over_ranks(
 
 
 def segment_seconds(
-    graph_plan: GraphPlan,
+    reads: Sequence[GraphRead],
     takes: list[tuple[str, int, int]],
     begin: int,
     end: int,
@@ -207,14 +207,14 @@ def segment_seconds(
     """The time of each segment, without its waits: from the first parameter it asked for to the first that the next one
     asked for, less the takes in between (compilers may move a take down to the first use) and the ``collectives`` (start,
     end) that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by
-    estimate. None when the takes (name, start, end) are not those of the plan.
+    estimate. None when the takes (name, start, end) are not the reads of the graph.
     """
     takes = sorted(takes, key=lambda take: take[1])
-    if [take[0] for take in takes] != [take.param for take in graph_plan.takes]:
+    if [take[0] for take in takes] != [read.param for read in reads]:
         return None
     starts: dict[int, int] = {}  # of the segments that ask for something
-    for planned, (_, start, _) in zip(graph_plan.takes, takes, strict=True):
-        starts.setdefault(planned.segment, start)
+    for read, (_, start, _) in zip(reads, takes, strict=True):
+        starts.setdefault(read.segment, start)
     starts[0] = begin  # the way to the first segment counts as part of it
     waits = _union([*((start, stop) for _, start, stop in takes), *collectives])
     result = [0.0] * len(estimates)

@@ -19,7 +19,7 @@ from deepcompile.planning import Step
 from deepcompile.recorded_ops import ModelRecord, ParamRecord, RecordedOp, RecordedOps
 from deepcompile.segments import GatheredParam, Segment, Segments, small_params
 from deepcompile.step_graph import BACKWARD, FORWARD, first_nodes
-from deepcompile.step_plan import placed_gathers, reductions_of
+from deepcompile.step_plan import Key, ScheduledEvent, placed_gathers, reductions_of
 
 #: Shorter than this behind the beginning of a segment, a release belongs to the one before: the interpreter is not as
 #: prompt as the plan. In nanoseconds.
@@ -183,11 +183,7 @@ class _Builder:
 
 # -- plan to schedule -----------------------------------------------------------------------------------------------------
 
-Key = tuple[int, torch.dtype]
-ScheduledRead = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]]]
-
-
-def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRead]:
+def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledEvent]:
     """What a replay does at each read: start gathers before it, and keep the copy after it or not. ``keys``: by name."""
     assert step.plan is not None
     gathers, first = placed_gathers(step.plan.planned, cycle.graphs), first_nodes(cycle.graphs)
@@ -197,7 +193,7 @@ def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRe
         at = next((index for index, place in enumerate(where) if place >= begin), None)
         if at is not None:
             starts[at].append([keys[param] for param in params])
-    result: list[ScheduledRead] = []
+    result: list[ScheduledEvent] = []
     for index, read in enumerate(cycle.reads):
         later = next((j for j in range(index + 1, len(where)) if cycle.reads[j].param == read.param), None)
         keep = later is not None and any(
@@ -207,20 +203,20 @@ def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledRe
             )  # without a gather: there all the time
         )
         dtype = getattr(torch, read.dtype)
-        result.append(((keys[read.param][0], dtype, read.kind, read.backward), keep, starts[index]))
+        result.append(((keys[read.param][0], dtype, read.kind, read.backward), keep, starts[index], ((), (), ())))
     return result
 
 
-def across_graphs(cycle: Cycle, scheduled: Sequence[ScheduledRead]) -> tuple[int, int]:
+def across_graphs(cycle: Cycle, scheduled: Sequence[ScheduledEvent]) -> tuple[int, int]:
     """How many gathers are started in one compiled graph and read in another, and how many copies one keeps for another."""
     started = kept = 0
-    keys = [access[:2] for access, _, _ in scheduled]
+    keys = [event[:2] for event, *_ in scheduled]
 
     def crosses(index: int, key: Key, begin: int) -> bool:
         reads = (cycle.call_of[later] for later in range(begin, len(keys)) if keys[later] == key)
         return next(reads, cycle.call_of[index]) != cycle.call_of[index]
 
-    for index, (_, keep, launches) in enumerate(scheduled):
+    for index, (_, keep, launches, _) in enumerate(scheduled):
         started += sum(crosses(index, key, index) for launch in launches for key in launch)
         kept += keep and crosses(index, keys[index], index + 1)
     return started, kept
@@ -250,4 +246,4 @@ def flushes(planned: planner.Plan, order: Sequence[str], sizes: Mapping[str, int
     return after if any(after) else []
 
 
-__all__ = ["Cycle", "Read", "ScheduledRead", "across_graphs", "cycles_of", "flushes", "reads_key", "schedule"]
+__all__ = ["Cycle", "Read", "ScheduledEvent", "across_graphs", "cycles_of", "flushes", "reads_key", "schedule"]

@@ -26,7 +26,6 @@ _ops = torch.ops.dc
 GATHER = _ops.gather_shard.default
 REDUCE = _ops.reduce_shard.default
 PREFETCH = _ops.prefetch_shards.default
-MOVE_STATES = _ops.move_states.default
 
 #: Parameters of up to this many bytes are small, if they are also much smaller than the largest.
 SMALL_BYTES = 64 * 1024
@@ -121,14 +120,6 @@ def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
 
 def has_gathers(graph: fx.Graph) -> bool:
     return any(node.target in (GATHER, REDUCE) for node in graph.nodes)
-
-
-def hold_back_gathers(graph: fx.Graph) -> None:
-    """For a graph without a plan: a large parameter is gathered where the graph says, not as soon as it could be."""
-    gathers = [node for node in graph.nodes if node.target is GATHER]
-    small = small_params(_gathered_param(node) for node in gathers)
-    for node in gathers:
-        node.meta["deepcompile_pinned"] = name_of(node) not in small
 
 
 def only_from_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
@@ -252,7 +243,6 @@ __all__ = [
     "Segments",
     "cut",
     "has_gathers",
-    "hold_back_gathers",
     "mark_params",
     "small_params",
     "structure_hash",

@@ -13,11 +13,11 @@ class Moves:
     """What happens to states at one point, in this order, by the ids of their parameters."""
 
     leave: tuple[int, ...] = ()  # start to
-    let_go: tuple[int, ...] = ()  # are gone from here on
+    free: tuple[int, ...] = ()  # are gone from here on
     fetch: tuple[int, ...] = ()  # start to return
 
     def __bool__(self) -> bool:
-        return bool(self.leave or self.let_go or self.fetch)
+        return bool(self.leave or self.free or self.fetch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
     knows the graph's parameters.
     """
     found: list[dict[str, list[int]]] = [
-        {"leave": [], "let_go": [], "fetch": []} for _ in range(len(planned.graph) + 1)
+        {"leave": [], "free": [], "fetch": []} for _ in range(len(planned.graph) + 1)
     ]
     leaving: dict[int | None, list[int]] = {}  # by operation
     following = 0
@@ -64,7 +64,7 @@ def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
         elif kind == "reload":
             found[following]["fetch"] += states
         elif kind == "wait":
-            found[following]["let_go"] += leaving.pop(operation, [])
+            found[following]["free"] += leaving.pop(operation, [])
     return [Moves(**{name: tuple(ids) for name, ids in moves.items()}) for moves in found]
 
 

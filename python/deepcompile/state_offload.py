@@ -3,7 +3,7 @@
 The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves.
 Which of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
 *planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on
-the host from update to update, whatever costs the least; the compiled graphs then start the moves (``dc::move_states``).
+the host from update to update, whatever costs the least; the schedules of compiled graphs then start the moves.
 
 Whatever the schedule does, a state is on the device when it is updated: the runtime sees to it (``state_offload.h``).
 """
@@ -111,7 +111,7 @@ class StateOffload:
     def skip(self) -> None:
         """In place of an update: who is on the host from update to update goes there."""
         home = self.schedule().on_host
-        self._move(Moves(leave=home, let_go=home))
+        self._move(Moves(leave=home, free=home))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()``, and what moves around it."""
@@ -142,13 +142,8 @@ class StateOffload:
             self._states.set(sharded.id, list(as_large(sharded.param, state).values()), sharded.name)
 
     def _move(self, moves: Moves) -> None:
-        for move, ids in (
-            (self._states.leave, moves.leave),
-            (self._states.let_go, moves.let_go),
-            (self._states.fetch, moves.fetch),
-        ):
-            if ids:
-                move(list(ids))
+        if moves:
+            self._states.move(list(moves.leave), list(moves.free), list(moves.fetch))
 
     def schedule(self) -> Schedule:
         if self.planned:

@@ -1,4 +1,6 @@
-"""From the planner's plan of a step to what each graph gathers, keeps and launches when, and to the rewritten graphs."""
+"""From the planner's plan of a step to what each compiled graph gathers, keeps and starts when, and to the schedule by which it
+runs. The graphs themselves know no plan: they are compiled once, with their reads in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from deepcompile import plan as planner
-from deepcompile.segments import GATHER, MOVE_STATES, PREFETCH, REDUCE, Segments, cut, name_of
+from deepcompile._load import _C
+from deepcompile.segments import GATHER, Segments, cut, name_of, small_params
 from deepcompile.state_moves import Moves, Schedule, placed_moves, state_schedule
 from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, first_nodes
 
@@ -57,6 +61,8 @@ class StepPlan:
     reductions_in_flight: int = 2  # at most, at any time
     #: Of the optimizer's states; None where the plan does not know where they are.
     states: Schedule | None = None
+    #: By which the compiled graphs run, by phase.
+    schedules: dict[str, _C.StepSchedule] = dataclasses.field(default_factory=dict)
 
     @property
     def hash(self) -> str:
@@ -205,30 +211,39 @@ def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan
     return dataclasses.replace(plan, graphs=graphs, kept=frozenset())
 
 
-def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
-    """Another graph, as planned: launches and takes at the segments' beginnings, what is computed from gathers where it is
-    used. None when the graph is not of the planned structure.
+@dataclasses.dataclass(frozen=True)
+class GraphRead:
+    """One read in a compiled graph, before a segment."""
+
+    segment: int
+    param: str
+
+
+def reads_of(segments: Segments) -> list[GraphRead]:
+    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it, of the
+    small ones once, at the beginning. A read in the middle of a segment would keep a compiler from fusing across it.
+    """
+    small = small_params(segments.params.values())
+    uses = [(index, param) for index, segment in enumerate(segments.segments) for param in segment.uses]
+    first = [GraphRead(0, param) for param in dict.fromkeys(param for _, param in uses) if param in small]
+    return [*first, *(GraphRead(index, param) for index, param in uses if param not in small)]
+
+
+def with_reads(old: fx.Graph) -> fx.Graph:
+    """Another graph that computes the same and reads its parameters where :func:`reads_of` says; what is computed from
+    parameters alone is computed where it is used.
     """
     segments = cut(old)
     starts = {segment.first: index for index, segment in enumerate(segments.segments) if segment.first is not None}
-    shards = {name_of(node): node for node in old.nodes if node.target is GATHER}
-    wanted = {(index, use) for index, segment in enumerate(segments.segments) for use in segment.uses}
-    covered = {(i, take.param) for take in graph_plan.takes for i in range(take.segment, take.last + 1)}
-    if not wanted <= covered or any(take.param not in shards for take in graph_plan.takes):
-        return None
-
+    gathers = {name_of(node): node for node in old.nodes if node.target is GATHER}
+    reads = reads_of(segments)
     new = fx.Graph()
     new._codegen = copy.deepcopy(old._codegen)
     environment: dict[fx.Node, fx.Node] = {}
-    current: dict[str, fx.Node] = {}  # parameter -> what its last take returned
-    # A backward may gather nothing; then it reduces.
-    own_id = next(
-        node.args[1] if node.target is GATHER else node.args[2] for node in old.nodes if node.target in (GATHER, REDUCE)
-    )
-    pinned = {"val": None, "deepcompile_pinned": True, "partitioner_tag": "is_forward"}
+    current: dict[str, fx.Node] = {}  # parameter -> what its last read returned
 
     def value(node: fx.Node) -> fx.Node:
-        if node not in environment:  # computed only from gathers: where it is used first, from the current take
+        if node not in environment:  # computed only from parameters: where it is used first, from the last read
             assert node in segments.roots, node
             if node.target is GATHER:
                 return current[name_of(node)]
@@ -236,27 +251,14 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
         return environment[node]
 
     def begin(index: int) -> None:
-        for segment, moves in graph_plan.moves:
-            if segment == index:
-                node = new.call_function(MOVE_STATES, (own_id, *map(list, (moves.leave, moves.let_go, moves.fetch))))
-                node.meta = dict(pinned)
-        for launch in graph_plan.launches:
-            if launch.segment == index:
-                gathers = [shards[param] for param in launch.params if param in shards]
-                arguments = [environment[g.args[0]] for g in gathers]
-                dtypes = [segments.params[name_of(g)].dtype for g in gathers]
-                node = new.call_function(PREFETCH, (arguments, gathers[0].args[1], dtypes))
-                node.meta = dict(pinned)
-        for take in graph_plan.takes:
-            if take.segment == index:
-                gather = shards[take.param]
-                shard, graph_id, shape = gather.args[:3]
-                dtype = segments.params[take.param].dtype
-                node = new.call_function(GATHER, (environment[shard], graph_id, shape, dtype, take.keep, 0))
+        for read in reads:
+            if read.segment == index:
+                gather = gathers[read.param]
+                node = new.call_function(GATHER, (environment[gather.args[0]], *gather.args[1:]))  # type: ignore[index]
                 node.meta = {**gather.meta, "deepcompile_pinned": True}
-                current[take.param] = node
+                current[read.param] = node
                 for derived, params in segments.roots.items():
-                    if take.param in params:
+                    if read.param in params:
                         environment.pop(derived, None)
 
     begun = False
@@ -273,14 +275,69 @@ def planned_graph(old: fx.Graph, graph_plan: GraphPlan) -> fx.Graph | None:
     return new
 
 
+Key = tuple[int, torch.dtype]
+ScheduledEvent = tuple[
+    tuple[int, torch.dtype, str, bool], bool, list[list[Key]], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+]
+_NO_MOVES: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
+
+
+def slots_of(segments: Segments) -> list[str]:
+    """The parameters of a compiled graph by the numbers that its schedule knows them by. Equal layers may share a graph, so
+    whose shards they are is known when it is called.
+    """
+    return list(segments.params)
+
+
+def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> list[ScheduledEvent]:
+    """What the runtime does at each event of a compiled graph: at its beginning, and at each of its reads."""
+    reads, slots = reads_of(segments), slots_of(segments)
+    small = small_params(segments.params.values())
+    backward = phase == BACKWARD
+
+    def key(param: str) -> Key:
+        return slots.index(param), segments.params[param].dtype
+
+    def at(segment: int) -> tuple[list[list[Key]], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        planned = [one.params for one in graph_plan.launches if one.segment == segment]
+        gathers = [[key(param) for param in params if param not in small] for params in planned]
+        moves = next((one for index, one in graph_plan.moves if index == segment), None)
+        gathers = [together for together in gathers if together]
+        return gathers, (moves.leave, moves.free, moves.fetch) if moves is not None else _NO_MOVES
+
+    gathers, moves = at(0)
+    at_once = [key(read.param) for read in reads if read.param in small]
+    events: list[ScheduledEvent] = [
+        ((-1, torch.float32, "graph", backward), False, [at_once, *gathers] if at_once else gathers, moves)
+    ]
+    begun = 0
+    for place, read in enumerate(reads):
+        takes = [take for take in graph_plan.takes if take.param == read.param]
+        if read.param in small:
+            keep = bool(takes) and takes[-1].keep
+        else:
+            take = next((one for one in takes if one.segment <= read.segment <= one.last), None)
+            again = next((later.segment for later in reads[place + 1 :] if later.param == read.param), None)
+            keep = take is not None and (take.keep if again is None or again > take.last else True)
+        here = at(read.segment) if read.segment > begun else ([], _NO_MOVES)
+        begun = read.segment
+        events.append(((*key(read.param), "read", backward), keep, *here))
+    return events
+
+
 __all__ = [
     "GraphPlan",
+    "GraphRead",
     "Launch",
+    "ScheduledEvent",
     "StepPlan",
     "Take",
+    "graph_schedule",
     "placed_gathers",
-    "planned_graph",
+    "reads_of",
     "reductions_of",
+    "slots_of",
     "step_plan",
+    "with_reads",
     "without_keeping",
 ]

@@ -7,7 +7,7 @@ namespace dc {
 
 void bindDirectCalls(pybind11::module_& module);
 void bindInferenceCall(pybind11::module_& module);
-void bindReplay(pybind11::module_& module);
+void bindSchedule(pybind11::module_& module);
 void bindRuntime(pybind11::module_& module);
 void bindSavedTensors(pybind11::module_& module);
 void bindShm(pybind11::module_& module);

@@ -5,7 +5,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   dc::bindInferenceCall(module);
   dc::bindStateOffload(module);  // before the runtime, which has one
   dc::bindRuntime(module);
-  dc::bindReplay(module);
+  dc::bindSchedule(module);
   dc::bindSavedTensors(module);
   dc::bindShm(module);
 }

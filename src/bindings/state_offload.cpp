@@ -1,6 +1,8 @@
 // An optimizer's states between device and host.
 #include "deepcompile/runtime/state_offload.h"
 
+#include <utility>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -13,12 +15,6 @@ namespace {
 namespace py = pybind11;
 
 using Ids = std::vector<std::int64_t>;
-using Move = void (StateOffload::*)(at::IntArrayRef);
-
-template <Move move>
-void moveIds(StateOffload& states, const Ids& ids) {
-  (states.*move)(ids);
-}
 
 }  // namespace
 
@@ -26,10 +22,14 @@ void bindStateOffload(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<StateOffload, std::shared_ptr<StateOffload>>(module, "StateOffload")
       .def("set", &StateOffload::set, py::arg("ds_id"), py::arg("tensors"), py::arg("name"), NoGil())
-      .def("leave", &moveIds<&StateOffload::leave>, py::arg("ds_ids"), NoGil())
-      .def("let_go", &moveIds<&StateOffload::letGo>, py::arg("ds_ids"), NoGil())
-      .def("fetch", &moveIds<&StateOffload::fetch>, py::arg("ds_ids"), NoGil())
-      .def("require", &moveIds<&StateOffload::require>, py::arg("ds_ids"), NoGil())
+      .def(
+          "move",
+          [](StateOffload& states, Ids leave, Ids free, Ids fetch) {
+            states.move({std::move(leave), std::move(free), std::move(fetch)});
+          },
+          py::arg("leave"), py::arg("free"), py::arg("fetch"), NoGil())
+      .def(
+          "require", [](StateOffload& states, const Ids& ids) { states.require(ids); }, py::arg("ds_ids"), NoGil())
       .def("allow_returns", &StateOffload::allowReturns, py::arg("allowed"), NoGil())
       .def("settle", &StateOffload::settle, NoGil())
       .def_property_readonly("bytes_away", py::cpp_function(&StateOffload::bytesAway, NoGil()))

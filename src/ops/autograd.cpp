@@ -324,7 +324,7 @@ TORCH_LIBRARY_IMPL(dc, Autograd, m) {
   m.impl("gather_shards", gatherShardsAutograd);
   // These return nothing that a gradient could pass. Said here, they need no fallback, which packs all arguments.
   for (const char* name :
-       {"prefetch_params_fused", "prefetch_shards", "reduce_shards", "free_tensors", "move_states", "end_backward"}) {
+       {"prefetch_params_fused", "prefetch_shards", "reduce_shards", "free_tensors", "end_backward"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());
   }
 }

@@ -45,5 +45,4 @@ TORCH_LIBRARY_IMPL(dc, CompositeExplicitAutograd, m) {
   m.impl("prefetch_shards", prefetchShards);
   m.impl("gather_shards", gatherShards);
   m.impl("reduce_shards", reduceShards);
-  m.impl("move_states", moveStates);
 }

@@ -250,15 +250,6 @@ void reduceShards(at::TensorList grads, at::TensorList shards, std::int64_t grap
   }
 }
 
-void moveStates(std::int64_t graph_id, at::IntArrayRef leave, at::IntArrayRef let_go, at::IntArrayRef fetch) {
-  const auto graph = GraphTable::global().find(graph_id);
-  graph->runtime->context().late_error->raise();
-  StateOffload& states = *graph->runtime->states();
-  states.leave(leave);
-  states.letGo(let_go);
-  states.fetch(fetch);
-}
-
 void endBackward(std::int64_t graph_id) {
   const Locked locked(graph_id);
   locked.executor().endBackward();

@@ -44,6 +44,5 @@ at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int
 std::vector<at::Tensor> gatherShards(at::TensorList shards, std::int64_t graph_id, at::IntArrayRef shapes,
                                      at::IntArrayRef dims);
 void reduceShards(at::TensorList grads, at::TensorList shards, std::int64_t graph_id, at::IntArrayRef given);
-void moveStates(std::int64_t graph_id, at::IntArrayRef leave, at::IntArrayRef let_go, at::IntArrayRef fetch);
 
 }  // namespace dc::ops

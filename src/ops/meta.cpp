@@ -49,7 +49,6 @@ void noPrefetch(std::int64_t, at::TensorList, at::IntArrayRef, const std::option
 void noFree(at::TensorList) {}
 void noPrefetchOfShards(at::TensorList, std::int64_t, const std::vector<at::ScalarType>&) {}
 void noReductions(at::TensorList, at::TensorList, std::int64_t, at::IntArrayRef) {}
-void noMoves(std::int64_t, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef) {}
 void noEnd(std::int64_t) {}
 
 }  // namespace
@@ -75,5 +74,4 @@ TORCH_LIBRARY_IMPL(dc, Meta, m) {
   m.impl("reduce_shard", reduceShard);
   m.impl("gather_shards", gatherShardsOfShape);
   m.impl("reduce_shards", noReductions);
-  m.impl("move_states", noMoves);
 }

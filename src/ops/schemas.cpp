@@ -33,7 +33,6 @@ TORCH_LIBRARY(dc, library) {
   define("gather_shards(Tensor[] shards, int graph_id, int[] shapes, int[] dims) -> Tensor[]");
   define("reduce_shards(Tensor[] grads, Tensor[] shards, int graph_id, int[] given) -> ()");
   // An optimizer's states, by the ids of their parameters: start to leave, are gone, start to return (state_offload.h).
-  define("move_states(int graph_id, int[] leave, int[] let_go, int[] fetch) -> ()");
 
   // Internal: what release_param becomes in a traced graph. A partitioner may leave views of the parameter behind the
   // release (for what is saved for the backward); so the storage keeps its nominal size, though not its memory.

@@ -95,8 +95,18 @@ void StateOffload::arrive(States& states, bool stay) {
   states.place = leaving && !stay ? Place::Host : Place::Device;
 }
 
-void StateOffload::leave(at::IntArrayRef ids) {
+void StateOffload::move(const StateMoves& moves) {
   const std::lock_guard lock(context_->mutex);
+  moveLocked(moves);
+}
+
+void StateOffload::moveLocked(const StateMoves& moves) {
+  leave(moves.leave);
+  free(moves.free);
+  fetch(moves.fetch);
+}
+
+void StateOffload::leave(at::IntArrayRef ids) {
   for (const std::int64_t id : ids) {
     const auto found = states_.find(id);
     if (found != states_.end() && found->second.place == Place::Returning) {
@@ -108,8 +118,7 @@ void StateOffload::leave(at::IntArrayRef ids) {
   }
 }
 
-void StateOffload::letGo(at::IntArrayRef ids) {
-  const std::lock_guard lock(context_->mutex);
+void StateOffload::free(at::IntArrayRef ids) {
   for (const std::int64_t id : ids) {
     if (const auto found = states_.find(id); found != states_.end() && found->second.place == Place::Leaving) {
       arrive(found->second);
@@ -118,7 +127,6 @@ void StateOffload::letGo(at::IntArrayRef ids) {
 }
 
 void StateOffload::fetch(at::IntArrayRef ids) {
-  const std::lock_guard lock(context_->mutex);
   for (const std::int64_t id : returns_allowed_ ? ids : at::IntArrayRef()) {
     const auto found = states_.find(id);
     if (found != states_.end() && found->second.place == Place::Host) {

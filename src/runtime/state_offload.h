@@ -19,6 +19,7 @@
 #include "deepcompile/runtime/context.h"
 #include "deepcompile/runtime/host_copies.h"
 #include "deepcompile/runtime/host_moves.h"
+#include "deepcompile/runtime/step_schedule.h"
 #include "deepcompile/runtime/stream.h"
 
 namespace dc {
@@ -33,15 +34,16 @@ class StateOffload {
   // they are; others may be on the device or, all of them, on the host. `name` is the parameter's, for messages.
   void set(std::int64_t id, std::vector<at::Tensor> tensors, std::string name);
 
-  // Each for several parameters; one without states is passed over. All calls take the runtime's lock.
-  // Starts copying to the host what is on the device. It may be read meanwhile, but not written. What is on its way
-  // back turns round: the host still has it.
-  void leave(at::IntArrayRef ids);
-  // What has started to leave is on the host from now on, in the caller's order, and takes no memory on the device.
-  void letGo(at::IntArrayRef ids);
-  // Starts copying back what is on the host. Nothing while returns are not allowed: within an accumulation, where a
-  // compiled graph that brings states back for its update runs again before it.
-  void fetch(at::IntArrayRef ids);
+  // The moves of one point of the schedule, in their order; parameters without states are passed over.
+  // `leave` starts copying to the host what is on the device, which may be read meanwhile, but not written. What is on
+  // its way back turns round: the host still has it.
+  // `free`: what has started to leave is on the host from now on, in the caller's order, and takes no memory on the
+  // device.
+  // `fetch` starts copying back what is on the host. Nothing while returns are not allowed: within an accumulation,
+  // where a compiled graph that brings states back for its update runs again before it.
+  void move(const StateMoves& moves);
+  // The same with the runtime's lock held, which all other calls take.
+  void moveLocked(const StateMoves& moves);
   void allowReturns(bool allowed);
   // The states are on the device and may be written, in the caller's order, wherever they were.
   void require(at::IntArrayRef ids);
@@ -63,6 +65,9 @@ class StateOffload {
     Event on_host;  // of the copies that brought them there
   };
 
+  void leave(at::IntArrayRef ids);
+  void free(at::IntArrayRef ids);
+  void fetch(at::IntArrayRef ids);
   void start(States& states, Place towards);
   // In the caller's order behind the copies: they are not wanted.
   void drop(States& states);

@@ -25,6 +25,7 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
 
 void Z3CustomOpExecutor::startForward() {
   uses_.clear();
+  graph_schedule_ = nullptr;  // of a graph that failed
   in_place_.hold(false);
   comm_->placeTensors(nullptr);  // a backward that failed may have left it on
 }

@@ -12,10 +12,11 @@
 
 #include "deepcompile/runtime/buffer_pool.h"
 #include "deepcompile/runtime/executor.h"
+#include "deepcompile/runtime/follower.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/local_gradients.h"
-#include "deepcompile/runtime/replay.h"
 #include "deepcompile/runtime/shards_in_place.h"
+#include "deepcompile/runtime/state_offload.h"
 #include "deepcompile/runtime/tensor_offload.h"
 
 namespace dc {
@@ -66,8 +67,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   // writes.
   at::Tensor gatherShard(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false,
                          bool traced = false);
-  // prefetchParamsFused on the program's own behalf, or as the plan of one compiled graph says; where a plan of the
-  // whole step is followed, the latter is left to that.
+  // What a leaf module does at its entry: all its parameters as one communication.
   void prefetchShards(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes,
                       bool backward);
 
@@ -79,8 +79,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void allowReduction(std::int64_t ds_id);
 
   // From now on reads follow `follower` (null: none). A cycle that is open is given up.
-  void follow(std::shared_ptr<ReplayFollower> follower);
-  const std::shared_ptr<ReplayFollower>& follower() const { return follower_; }
+  void follow(std::shared_ptr<ScheduleFollower> follower);
+  const std::shared_ptr<ScheduleFollower>& follower() const { return follower_; }
+  // A compiled graph begins to run. Its reads follow `schedule` (null: none) unless there is a follower, which knows
+  // the whole step. The schedule's numbers stand for these `params`: equal layers may share a graph. `states` moves what
+  // the schedule moves.
+  void beginGraph(std::shared_ptr<const StepSchedule> schedule, std::vector<std::int64_t> params,
+                  std::shared_ptr<StateOffload> states);
   // Ends a cycle that no backward has ended.
   void endCycle();
 
@@ -138,8 +143,13 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   at::Tensor handOut(const GatheredParam& copy) const;
   void awaitCopy(GatheredParam& copy);
   // Does what the plan does before this read.
-  ReplayFollower::Step followRead(const ReplayAccess& access);
-  void dropKeys(const std::vector<ReplayKey>& keys);
+  ScheduleFollower::Step followRead(const ProgramEvent& event, bool traced = false);
+  // The same where a compiled graph runs by a schedule of its own.
+  ScheduleFollower::Step followGraph(const ProgramEvent& event);
+  void serve(const ScheduledEvent& event);
+  // `params`: whom the keys stand for; empty: they are ids.
+  void startGathers(const std::vector<std::vector<CopyKey>>& gathers, std::span<const std::int64_t> params);
+  void dropCopies(const std::vector<CopyKey>& keys);
   std::int64_t bytesOf(const Wanted& wanted) const;
   void record(RecordedOp::Kind kind, const Wanted& wanted, bool backward, const Timeline::Mark& start);
 
@@ -156,7 +166,11 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   bool together_gathered_ = false;  // in the held step
   bool reduce_at_update_ = false;
   LocalGradients local_;
-  std::shared_ptr<ReplayFollower> follower_;
+  std::shared_ptr<ScheduleFollower> follower_;
+  std::shared_ptr<const StepSchedule> graph_schedule_;  // of the compiled graph that runs, until its last event
+  std::vector<std::int64_t> graph_params_;              // whom its numbers stand for
+  std::size_t graph_event_ = 0;                         // the next
+  std::shared_ptr<StateOffload> states_;
   std::unordered_map<std::int64_t, Uses> uses_;     // of parameters partly released in this pass
   IdSet held_;                                      // gathered for this graph and not released by it
   std::unordered_map<std::int64_t, int> gathered_;  // debug: gathers that no reduction has answered yet

@@ -30,7 +30,7 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
   const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
   const Timeline::Mark entered = context_->timeline->mark();
   Timeline::Mark mark = context_->recorder->mark();
-  const bool planned = followRead({{ds_id, wanted.dtype}, ReplayAccess::Kind::Read, backward}).keep;
+  const bool planned = followRead({{ds_id, wanted.dtype}, ProgramEvent::Kind::Read, backward}, traced).keep;
   keep = keep || param.isPersistent() || planned;
   const bool found = hasCurrentCopy(wanted);
   if (found) {
@@ -53,12 +53,9 @@ at::Tensor Z3CustomOpExecutor::gatherShard(std::int64_t ds_id, std::optional<at:
 
 void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
                                         const std::vector<at::ScalarType>& dtypes, bool backward) {
-  if (follower_ != nullptr && !ds_ids.empty() && !follower_->isLeaf(ds_ids[0])) {
-    return;  // planned for one compiled graph; what is followed is planned for the whole step
-  }
   if (!ds_ids.empty() && dtypes.size() == ds_ids.size()) {
     const Timeline::Mark mark = context_->recorder->mark();
-    followRead({{ds_ids[0], dtypes[0]}, ReplayAccess::Kind::Group, backward});
+    followRead({{ds_ids[0], dtypes[0]}, ProgramEvent::Kind::Group, backward});
     prefetchParamsFused(ds_ids, dtypes);
     for (std::size_t i = 0; i < ds_ids.size(); ++i) {
       record(RecordedOp::Kind::Prefetch, {ds_ids[i], dtypes[i]}, backward, mark);
@@ -68,29 +65,83 @@ void Z3CustomOpExecutor::prefetchShards(const std::vector<std::int64_t>& ds_ids,
   prefetchParamsFused(ds_ids, dtypes);
 }
 
-void Z3CustomOpExecutor::follow(std::shared_ptr<ReplayFollower> follower) {
+void Z3CustomOpExecutor::follow(std::shared_ptr<ScheduleFollower> follower) {
   if (follower_ != nullptr) {
-    dropKeys(follower_->abandon());
+    dropCopies(follower_->abandon());
   }
   follower_ = std::move(follower);
 }
 
 void Z3CustomOpExecutor::endCycle() {
   if (follower_ != nullptr && follower_->inCycle()) {
-    dropKeys(follower_->end());
+    dropCopies(follower_->end());
   }
 }
 
 // Their memory lives on in the tensors that were handed out.
-void Z3CustomOpExecutor::dropKeys(const std::vector<ReplayKey>& keys) {
-  for (const ReplayKey& key : keys) {
+void Z3CustomOpExecutor::dropCopies(const std::vector<CopyKey>& keys) {
+  for (const CopyKey& key : keys) {
     letGo({key.id, key.dtype});
   }
 }
 
-ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) {
-  if (follower_ == nullptr) [[likely]] {
+void Z3CustomOpExecutor::startGathers(const std::vector<std::vector<CopyKey>>& gathers,
+                                      std::span<const std::int64_t> params) {
+  for (const auto& together : gathers) {
+    std::vector<std::int64_t> ids;
+    std::vector<at::ScalarType> dtypes;
+    for (const CopyKey& key : together) {
+      ids.push_back(params.empty() ? key.id : params[static_cast<std::size_t>(key.id)]);
+      dtypes.push_back(key.dtype);
+    }
+    prefetchParamsFused(ids, dtypes);
+  }
+}
+
+void Z3CustomOpExecutor::beginGraph(std::shared_ptr<const StepSchedule> schedule, std::vector<std::int64_t> params,
+                                    std::shared_ptr<StateOffload> states) {
+  graph_schedule_ = follower_ == nullptr ? std::move(schedule) : nullptr;
+  graph_params_ = std::move(params);
+  graph_event_ = 0;
+  states_ = std::move(states);
+  if (graph_schedule_ != nullptr && !graph_schedule_->empty() &&
+      graph_schedule_->front().event.kind == ProgramEvent::Kind::BeginGraph) {
+    serve((*graph_schedule_)[graph_event_++]);
+  }
+}
+
+void Z3CustomOpExecutor::serve(const ScheduledEvent& event) {
+  if (states_ != nullptr && !event.moves.empty()) {
+    states_->moveLocked(event.moves);
+  }
+  startGathers(event.gathers, graph_params_);
+}
+
+ScheduleFollower::Step Z3CustomOpExecutor::followGraph(const ProgramEvent& event) {
+  if (graph_event_ == graph_schedule_->size()) {
+    graph_schedule_ = nullptr;  // the graph has run; the program reads on its own
     return {};
+  }
+  const ScheduledEvent& next = (*graph_schedule_)[graph_event_];
+  const std::int64_t id = graph_params_[static_cast<std::size_t>(next.event.key.id)];
+  if (id != event.key.id || next.event.key.dtype != event.key.dtype) {
+    // Compiled code reads in the order that its schedule was made for, on all ranks alike: there is no other.
+    const std::string expected = param_registry_->getParam(id).describe();
+    graph_schedule_ = nullptr;
+    fail("a compiled graph reads ", param_registry_->getParam(event.key.id).describe(), " where its schedule has ",
+         expected, " (graph ", graph_id_, ", ", place(), "); please report this, with the model");
+  }
+  ++graph_event_;
+  serve(next);
+  ScheduleFollower::Step step;
+  step.followed = true;
+  step.keep = next.keep;
+  return step;
+}
+
+ScheduleFollower::Step Z3CustomOpExecutor::followRead(const ProgramEvent& event, bool traced) {
+  if (follower_ == nullptr) [[likely]] {
+    return traced && graph_schedule_ != nullptr ? followGraph(event) : ScheduleFollower::Step();
   }
   if (!follower_->inCycle()) {
     std::unordered_set<std::int64_t> current;
@@ -103,17 +154,9 @@ ReplayFollower::Step Z3CustomOpExecutor::followRead(const ReplayAccess& access) 
     }
     follower_->begin(std::move(current));
   }
-  ReplayFollower::Step step = follower_->next(access);
-  dropKeys(step.drop);
-  for (const auto& launch : step.launches) {
-    std::vector<std::int64_t> ids;
-    std::vector<at::ScalarType> dtypes;
-    for (const ReplayKey& key : launch) {
-      ids.push_back(key.id);
-      dtypes.push_back(key.dtype);
-    }
-    prefetchParamsFused(ids, dtypes);
-  }
+  ScheduleFollower::Step step = follower_->next(event);
+  dropCopies(step.drop);
+  startGathers(step.gathers, {});
   return step;
 }
 
@@ -158,7 +201,7 @@ at::Tensor Z3CustomOpExecutor::gatherAgain(const GatherKey& key) {
   const Wanted wanted{key.id, key.dtype};
   const Timeline::Mark entered = context_->timeline->mark();
   Timeline::Mark mark = context_->recorder->mark();
-  const ReplayFollower::Step step = followRead({{key.id, key.dtype}, ReplayAccess::Kind::Read, /*backward=*/true});
+  const ScheduleFollower::Step step = followRead({{key.id, key.dtype}, ProgramEvent::Kind::Read, /*backward=*/true});
   at::Tensor tensor;
   const bool found = hasCurrentCopy(wanted);
   if (!found && step.keep) {

@@ -18,7 +18,7 @@ dc_test_by_file(
   runtime/reduce_bucket_test.cpp
   runtime/reduction_order_test.cpp
   runtime/registry_test.cpp
-  runtime/replay_test.cpp
+  runtime/follower_test.cpp
   runtime/state_offload_test.cpp
   runtime/stream_test.cpp
   runtime/tensor_offload_test.cpp
@@ -26,7 +26,7 @@ dc_test_by_file(
   runtime/watchdog_test.cpp
   runtime/z1_executor_test.cpp
   runtime/z3_executor_failure_test.cpp
-  runtime/z3_executor_replay_test.cpp
+  runtime/z3_executor_schedule_test.cpp
   runtime/z3_executor_test.cpp)
 target_link_libraries(torch_tests PRIVATE dc_flags)
 target_include_directories(torch_tests PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")

@@ -45,7 +45,6 @@ def passes_opcheck(rank: int, world: int) -> None:
     check(ops.wait_reload.default, (back, GRAPH, 8))
     check(ops.offload_parameter.default, (torch.empty(0), GRAPH, 2))
     check(ops.reload_parameter.default, (torch.empty(0), GRAPH, 2))
-    check(ops.move_states.default, (GRAPH, [0], [0, 1], [2]))
     check(ops.end_backward.default, (GRAPH,))
 
 

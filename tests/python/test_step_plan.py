@@ -1,4 +1,4 @@
-"""From traced graphs to segments, plans and rewritten graphs, without other ranks."""
+"""From traced graphs to segments, plans and schedules, without other ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import deepcompile
 from deepcompile import plan as planner
+from deepcompile._load import _C
 from deepcompile.profile import measured_machine, segment_seconds
-from deepcompile.segments import GATHER, PREFETCH, cut, mark_params
+from deepcompile.segments import GATHER, cut, mark_params, name_of
 from deepcompile.sharding import sharding_of
 from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
-from deepcompile.step_plan import GraphPlan, Launch, Take, planned_graph, step_plan
+from deepcompile.state_moves import Moves
+from deepcompile.step_plan import GraphPlan, GraphRead, Launch, Take, graph_schedule, reads_of, slots_of, step_plan, with_reads
 from deepcompile.whole_step import Inputs, plan_whole_step
 from harness import run_ranks
 
@@ -63,43 +65,64 @@ def test_a_segment_begins_where_a_large_parameter_is_used_and_small_ones_join_it
     run_ranks(1, cuts)
 
 
-def rewrites(rank: int, world: int) -> None:
+def reads(rank: int, world: int) -> None:
     module, inputs = traced()
     expected = module(*inputs)
-    plan = GraphPlan(
-        takes=(Take(1, "wa", False, 1), Take(1, "norm", False, 1), Take(2, "wb", False, 2), Take(3, "wa", False, 3)),
-        launches=(Launch(0, ("wa", "norm")), Launch(1, ("wb",)), Launch(2, ("wa",))),
-    )
     before = str(module.graph)
-    graph = planned_graph(module.graph, plan)
-    assert str(module.graph) == before, "other plans may follow"
+    graph = with_reads(module.graph)
+    assert str(module.graph) == before
     order = [
-        {GATHER: "gather", PREFETCH: "prefetch"}.get(node.target, "product")
+        name_of(node) if node.target is GATHER else "product"
         for node in graph.nodes
-        if node.target in (GATHER, PREFETCH, torch.ops.aten.mm.default)
+        if node.target in (GATHER, torch.ops.aten.mm.default)
     ]
-    assert order == [
-        "prefetch", "prefetch", "gather", "gather", "product", "prefetch", "gather", "product", "gather", "product"
+    assert order == ["norm", "wa", "product", "wb", "product", "wa", "product"]
+    assert [(read.segment, read.param) for read in reads_of(cut(module.graph))] == [
+        (0, "norm"), (1, "wa"), (2, "wb"), (3, "wa")
     ]  # fmt: skip
     assert torch.equal(fx.GraphModule(module, graph)(*inputs), expected)
-    stats = sharding_of(traced.model).runtime.stats()
-    assert stats["gathered_bytes_live"] == 0
+    assert sharding_of(traced.model).runtime.stats()["gathered_bytes_live"] == 0
 
 
-def test_a_parameter_that_is_released_between_two_uses_is_gathered_again() -> None:
-    run_ranks(1, rewrites)
+def test_a_graph_reads_a_large_parameter_in_each_segment_and_a_small_one_once_whatever_the_plan() -> None:
+    run_ranks(1, reads)
 
 
-def refuses(rank: int, world: int) -> None:
+def schedules(rank: int, world: int) -> None:
     module, _ = traced()
-    uncovered = GraphPlan(
-        takes=(Take(1, "wa", False, 1), Take(1, "norm", False, 1), Take(2, "wb", False, 2)), launches=()
+    segments = cut(module.graph)
+    slots = slots_of(segments)
+    fp32 = torch.float32
+
+    def event(name: str, keep: bool, *launches: str, moves: tuple = ((), (), ())) -> tuple:
+        gathers = [[(slots.index(param), fp32) for param in launch.split()] for launch in launches]
+        key = (-1, fp32, "graph") if name == "begin" else (slots.index(name), fp32, "read")
+        return ((*key, False), keep, gathers, moves)
+
+    moves = Moves(leave=(1,), free=(2,))
+    again = GraphPlan(
+        takes=(Take(1, "wa", False, 1), Take(1, "norm", True, 1), Take(2, "wb", False, 2), Take(3, "wa", False, 3)),
+        launches=(Launch(0, ("wa", "norm")), Launch(1, ("wb",)), Launch(2, ("wa",))),
+        moves=((0, moves), (2, moves)),
     )
-    assert planned_graph(module.graph, uncovered) is None
+    assert graph_schedule(again, segments, FORWARD) == [
+        event("begin", False, "norm", "wa", moves=((1,), (2,), ())),
+        event("norm", True),
+        event("wa", False, "wb"),
+        event("wb", False, "wa", moves=((1,), (2,), ())),
+        event("wa", False),
+    ]
+    # What is taken once stays from its first read to its last.
+    stays = GraphPlan(
+        takes=(Take(1, "wa", False, 3), Take(1, "norm", False, 1), Take(2, "wb", True, 2)), launches=()
+    )
+    assert graph_schedule(stays, segments, FORWARD) == [
+        event("begin", False, "norm"), event("norm", False), event("wa", True), event("wb", True), event("wa", False)
+    ]  # fmt: skip
 
 
-def test_a_graph_of_another_structure_is_refused() -> None:
-    run_ranks(1, refuses)
+def test_a_schedule_says_what_is_done_at_each_event_of_a_graph() -> None:
+    run_ranks(1, schedules)
 
 
 def from_planner(rank: int, world: int, strategy: str) -> None:
@@ -111,8 +134,14 @@ def from_planner(rank: int, world: int, strategy: str) -> None:
     graph = step_graph("test", {FORWARD: segments}, facts, 2, seconds, [])
     planned = planner.plan(graph, planner.preset("2xcpu"), budget=1 << 20, strategy=strategy)
     result = step_plan(planned, {FORWARD: segments}, facts)
-    graph = planned_graph(module.graph, result.graphs[FORWARD])
-    assert torch.equal(fx.GraphModule(module, graph)(*inputs), expected)
+    sharding = sharding_of(traced.model)
+    events = graph_schedule(result.graphs[FORWARD], segments, FORWARD)
+    shards = {s.name: s.flat for s in sharding.params}
+    runs = fx.GraphModule(module, with_reads(module.graph))
+    for _ in range(2):
+        _C.begin_graph(sharding.graph_id, _C.StepSchedule(events), [shards[name] for name in slots_of(segments)])
+        assert torch.equal(runs(*inputs), expected)
+    assert sharding.runtime.stats()["gathered_bytes_live"] == 0
 
 
 def says_when_gradients_come(rank: int, world: int) -> None:
@@ -170,7 +199,7 @@ def test_a_plan_of_every_strategy_computes_the_same(strategy: str) -> None:
 
 
 def test_segments_are_measured_between_the_waits_and_share_where_they_wait_for_nothing() -> None:
-    plan = GraphPlan(takes=(Take(0, "a", False, 0), Take(0, "b", False, 2), Take(3, "c", False, 3)), launches=())
+    plan = [GraphRead(0, "a"), GraphRead(0, "b"), GraphRead(3, "c")]
     takes = [("a", 100, 200), ("b", 210, 300), ("c", 900, 1000)]
     found = segment_seconds(plan, takes, 0, 1500, [1.0, 3.0, 2.0, 5.0])
     assert found == pytest.approx([710e-9 / 6, 710e-9 / 2, 710e-9 / 3, 500e-9])

@@ -1,4 +1,4 @@
-// What the ZeRO-3 executor does where it follows a plan (replay_test.cpp: what the plan says).
+// What the ZeRO-3 executor does where it follows a plan (follower_test.cpp: what the plan says).
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
@@ -21,17 +21,17 @@ using testing::World;
 at::Tensor valuesOf(std::int64_t id) { return at::arange(6, at::kFloat) + 10.0 * static_cast<double>(id); }
 const std::vector<std::int64_t> kIds = {1, 2, 3};
 
-ReplayKey key(std::int64_t id) { return {id, at::kFloat}; }
-ReplayAccess access(std::int64_t id, bool backward) { return {key(id), ReplayAccess::Kind::Read, backward}; }
+CopyKey key(std::int64_t id) { return {id, at::kFloat}; }
+ProgramEvent access(std::int64_t id, bool backward) { return {key(id), ProgramEvent::Kind::Read, backward}; }
 
 // 1 and 2 are gathered together; 2 stays from forward to backward.
-std::shared_ptr<ReplayFollower> followerOf(std::vector<std::string>& agreed) {
-  ReplayVariant variant = {{access(1, false), false, {{key(1), key(2)}}},
-                           {access(2, false), true, {}},
-                           {access(2, true), false, {{key(1)}}},
-                           {access(1, true), false, {}}};
-  return std::make_shared<ReplayFollower>(
-      std::vector<ReplayVariant>{variant}, std::unordered_set<std::int64_t>{}, std::unordered_set<std::int64_t>{},
+std::shared_ptr<ScheduleFollower> followerOf(std::vector<std::string>& agreed) {
+  StepSchedule variant = {{access(1, false), false, {{key(1), key(2)}}},
+                          {access(2, false), true, {}},
+                          {access(2, true), false, {{key(1)}}},
+                          {access(1, true), false, {}}};
+  return std::make_shared<ScheduleFollower>(
+      std::vector<StepSchedule>{variant}, std::unordered_set<std::int64_t>{}, std::unordered_set<std::int64_t>{},
       [&agreed](const std::string& text) { agreed.push_back(text); }, [](std::int64_t id) { return concat("w", id); });
 }
 
