@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
 from torch.optim import optimizer as torch_optimizer
 
+from deepcompile import _shard_aware_saving
 from deepcompile._load import _C
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def install() -> None:
     _wrap_grad_scaler()
     _wrap_zero_grad()
     _refuse_ddp()
+    _shard_aware_saving.install()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
 

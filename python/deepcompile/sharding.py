@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
+from deepcompile._state_shards import Origin, RefusePickle
 from deepcompile.config import Config, accumulation_steps, load_config
 from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.group_transfers import GroupTransfers, slice_of
@@ -217,6 +218,10 @@ class Sharding:
         """This rank's part of a whole tensor, padded with zeros."""
         return slice_of(whole, self.rank, self.world)
 
+    def origin(self, sharded: ShardedParam) -> Origin:
+        """Of this rank's part."""
+        return Origin(f"parameter '{sharded.name}'", sharded.full_shape, self.rank, self.world)
+
     def end_backward(self) -> None:
         """Leaf modules keep their parameters until here."""
         for sharded in self.params:
@@ -325,6 +330,8 @@ def shard(
     if not sharding.whole:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
+            if sharding.world > 1:
+                sharded.param.__reduce_ex__ = RefusePickle(sharding.origin(sharded))  # type: ignore[method-assign]
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
