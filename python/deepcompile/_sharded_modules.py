@@ -300,7 +300,9 @@ class _Slicer:
         sharding = self._sharding
         found = f"a tensor of shape {list(value.shape)}"
         if isinstance(value, StateShard):
-            found += f", which is a part that rank {value.origin.rank} of {value.origin.world} has of {value.origin.what}"
+            found += (
+                f", which is a part that rank {value.origin.rank} of {value.origin.world} has of {value.origin.what}"
+            )
         elif value.shape == sharded.param.shape:
             found += ", of which nothing says whether it is this rank's part"
         return (

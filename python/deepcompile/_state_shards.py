@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 #: What to call instead, at the end of an error.
 ADVICE = (
-    "Save whole parameters: deepcompile.full_state_dict(model) on every rank and torch.save of it on one, or "
-    "engine.save_16bit_model(folder), or engine.save_checkpoint(folder), which also saves the optimizer"
+    "Save whole parameters, deepcompile.full_state_dict(model), and whole states, "
+    "deepcompile.full_optimizer_state_dict(model, optimizer), which every rank calls, with torch.save on one rank; or use "
+    "engine.save_16bit_model(folder) or engine.save_checkpoint(folder)"
 )
 
 

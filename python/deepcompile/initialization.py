@@ -15,6 +15,7 @@ from deepcompile.config import Config, ConfigError, OptimizerConfig, load_config
 from deepcompile.deferred import InitFunction
 from deepcompile.engine import Engine
 from deepcompile.engine_config import engine_config
+from deepcompile.optimizer_states import slice_whole_states
 from deepcompile.sharding import is_sharded, shard, sharding_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -52,6 +53,8 @@ def initialize(
         raise ValueError("the model was sharded over another process_group; give it to deepcompile.shard alone")
     checked = engine_config(sharding_of(model), None if config is None else checked)
     made = _make_optimizer(model, optimizer, checked.optimizer, model_parameters)
+    if made is not None:
+        slice_whole_states(made, [sharding_of(model)])
     if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
         if made is None:
             raise ValueError("a function was passed to make the schedule, but there is no optimizer to make it for")
@@ -120,8 +123,6 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"the optimizer's group {index} holds a parameter of shape {list(param.shape)} that is not one of the "
                 f"model's: make the optimizer from the parameters of the {type(model).__name__} that is passed"
             )
-    if optimizer.state and not is_sharded(model):
-        raise ValueError("the optimizer has state already: shard the model before its first step")
 
 
 __all__ = ["initialize"]

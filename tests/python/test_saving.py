@@ -163,11 +163,16 @@ def foreign(rank: int, world: int) -> None:
         (flat, r"of shape \[128\], of which nothing says whether it is this rank's part"),
         (torch.zeros(64), r"of shape \[64\]"),
         (torch.zeros(16, 17), r"of shape \[16, 17\]"),
-        (state["blocks.1.out.weight"][:64], r"of shape \[64\], which is a part that rank \d of 2 has of parameter 'blocks"),
+        (
+            state["blocks.1.out.weight"][:64],
+            r"of shape \[64\], which is a part that rank \d of 2 has of parameter 'blocks",
+        ),
         (state["embed.weight"], r"which is a part that rank \d of 2 has of parameter 'embed.weight'"),
     ):
         for strict in (True, False):
-            with pytest.raises(RuntimeError, match=rf"size mismatch for {name}: rank {rank} was given.*{found}.*{advice}"):
+            with pytest.raises(
+                RuntimeError, match=rf"size mismatch for {name}: rank {rank} was given.*{found}.*{advice}"
+            ):
                 model.load_state_dict({**state, name: value}, strict=strict)
     after = deepcompile.full_state_dict(model)
     assert all(torch.equal(after[key], value) for key, value in before.items())
