@@ -30,7 +30,7 @@ def install() -> None:
 def _reduce_parameter(param: torch.nn.Parameter) -> Any:
     """To another process, by a queue or a pipe."""
     origin = origin_of(param)
-    return origin.refuse() if origin is not None else reduce_tensor(param)
+    return origin.refuse() if origin is not None else reduce_tensor(param)  # type: ignore[no-untyped-call]
 
 
 def _refuse_parts(values: Iterable[Any]) -> None:

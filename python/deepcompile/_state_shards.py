@@ -32,11 +32,14 @@ class Origin:
     rank: int
     world: int
 
-    def refuse(self) -> NoReturn:
-        raise RuntimeError(
+    def words(self) -> str:
+        return (
             f"{self.what} of shape {list(self.full_shape)} is sharded by deepcompile: this tensor is only the part of rank "
-            f"{self.rank} of {self.world}, and cannot be pickled or written to a file. {ADVICE}"
+            f"{self.rank} of {self.world}"
         )
+
+    def refuse(self) -> NoReturn:
+        raise RuntimeError(f"{self.words()}, and cannot be pickled or written to a file. {ADVICE}")
 
     def same_part(self, other: Origin) -> bool:
         """Whether both are the same elements of equally large wholes, be they of other models."""
@@ -51,10 +54,16 @@ class StateShard(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         origin = next(value.origin for value in given if isinstance(value, StateShard))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            if type(error) not in (IndexError, RuntimeError):
+                raise
+            # Mostly of a program that takes it for the whole parameter.
+            raise type(error)(f"{error}. {origin.words()}, and flat. {ADVICE}") from error
 
         def marked(value: torch.Tensor) -> torch.Tensor:
             # Not what was written to in place, nor a norm or a sum.

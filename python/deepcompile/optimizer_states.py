@@ -54,10 +54,10 @@ def slice_whole_states(optimizer: torch.optim.Optimizer, shardings: Iterable[Sha
         for slot, value in state.items() if whole else ():
             if slot not in whole and not _is_number(slot, value) and value.numel() > 1 and value.shape != param.shape:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} on rank {sharding.rank}: state '{slot}' of parameter '{sharded.name}' was made "
-                    f"before the parameter was sharded, and of its shape {list(value.shape)} nothing says which elements of "
-                    f"the parameter's {list(sharded.full_shape)} it belongs to: make the optimizer after deepcompile.shard, "
-                    "or give initialize a function that makes it"
+                    f"{type(optimizer).__name__} on rank {sharding.rank}: state '{slot}' of parameter '{sharded.name}' was "
+                    f"made before the parameter was sharded, and nothing says how its shape {list(value.shape)} goes with "
+                    f"the parameter's {list(sharded.full_shape)}: make the optimizer after deepcompile.shard, or give "
+                    "initialize a function that makes it"
                 )
         state.update({slot: _slice(sharding, sharded, value) for slot, value in whole.items()})
         if param.shape == sharded.full_shape and param.dtype != sharded.original_dtype:
