@@ -60,7 +60,7 @@ class EngineSurface:
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Takes whole parameters as an unsharded model saves them, or shards that :meth:`state_dict` gave in this process."""
+        """Takes whole parameters, as an unsharded model saves them, or shards that :meth:`state_dict` gave here."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
     # -- numbers -----------------------------------------------------------------------------------------------------

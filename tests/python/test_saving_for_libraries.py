@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="tests/requirements-transformers.txt installs it")
 pytest.importorskip("peft", reason="tests/requirements-transformers.txt installs it")
-accelerate = pytest.importorskip("accelerate", reason="tests/requirements-transformers.txt installs it")
+pytest.importorskip("accelerate", reason="tests/requirements-transformers.txt installs it")
 
+import accelerate
 import peft
 import transformers
 from safetensors.torch import load_file, save, save_file, save_model  # before anything is sharded
@@ -120,7 +121,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     engine = deepcompile.initialize(model, torch.optim.AdamW(model.parameters()), config())
     model.save_pretrained(folder)
     save_file({name: value.clone() for name, value in engine.state_dict().items()}, f"{folder}/a")
-    model, optimizer = accelerator.prepare(model, engine.optimizer)
+    accelerator.prepare(model, engine.optimizer)
     accelerator.save_state(f"{folder}/state")
     accelerator.load_state(f"{folder}/state")
 
