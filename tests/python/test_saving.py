@@ -157,6 +157,7 @@ def foreign(rank: int, world: int) -> None:
     state = model.state_dict()
     before = deepcompile.full_state_dict(model)
     name = "blocks.0.out.weight"
+    as_large = deepcompile.shard(nn.Linear(32, 8), config()).state_dict()["weight"]
     advice = r"takes whole parameters, here of shape \[16, 16\].*full_state_dict\(model\).*save_checkpoint"
     flat = torch.zeros(state[name].shape)
     for value, found in (
@@ -167,6 +168,7 @@ def foreign(rank: int, world: int) -> None:
             state["blocks.1.out.weight"][:64],
             r"of shape \[64\], which is a part that rank \d of 2 has of parameter 'blocks",
         ),
+        (as_large, r"of shape \[128\], which is a part that rank \d of 2 has of parameter 'weight'"),
         (state["embed.weight"], r"which is a part that rank \d of 2 has of parameter 'embed.weight'"),
     ):
         for strict in (True, False):
