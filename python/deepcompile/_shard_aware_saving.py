@@ -75,7 +75,9 @@ def _wrap_get_model_state_dict(module: Any) -> None:
     """Of torch.distributed.checkpoint: ``get_model_state_dict`` and ``get_state_dict``."""
     from deepcompile.full import whole_state_dicts
 
-    inner = module._get_model_state_dict
+    inner = getattr(module, "_get_model_state_dict", None)  # what both call, also where they were imported before
+    if inner is None:
+        return
 
     @functools.wraps(inner)
     def get_model_state_dict(model: torch.nn.Module, info: Any) -> Any:

@@ -168,12 +168,17 @@ def loads_whole(rank: int, world: int, make: Make, state: dict, weights: dict) -
     return deepcompile.full_state_dict(model)
 
 
+@where_ranks_run
+def after_two_steps(make: Make) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    model, optimizer = made(make)
+    trains(model, optimizer, 0, 2)
+    return optimizer.state_dict(), model.state_dict()
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_state_of_an_unsharded_optimizer_loads_into_a_sharded_one(make: Make, world: int) -> None:
-    model, optimizer = made(make)
-    trains(model, optimizer, 0, 2)
-    found = run_ranks(world, loads_whole, make, optimizer.state_dict(), model.state_dict())[0]
+    found = run_ranks(world, loads_whole, make, *after_two_steps(make))[0]
     assert_same(found, unsharded(make, 5))
 
 
@@ -185,17 +190,22 @@ def gathers(rank: int, world: int, make: Make) -> tuple[dict[str, Any], dict[str
     return copy.deepcopy(state), deepcompile.full_state_dict(model)
 
 
+@where_ranks_run
+def goes_on(make: Make, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model, optimizer = made(make, seed=8)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    trains(model, optimizer, 2, 5)
+    return model.state_dict()
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 3])
 def test_whole_states_can_be_saved_and_go_on_unsharded(make: Make, world: int) -> None:
     for state, weights in run_ranks(world, gathers, make):
         file = io.BytesIO()
         torch.save(state, file)
-        model, optimizer = made(make, seed=8)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        trains(model, optimizer, 2, 5)
-        assert_same(model.state_dict(), unsharded(make, 5))
+        assert_same(goes_on(make, state, weights), unsharded(make, 5))
 
 
 def parts(rank: int, world: int) -> None:
