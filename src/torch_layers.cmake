@@ -38,6 +38,7 @@ add_library(
   runtime/host_memory.cpp
   runtime/host_moves.cpp
   runtime/param.cpp
+  runtime/parameter_misuse.cpp
   runtime/raw_tensor.cpp
   runtime/recorder.cpp
   runtime/reduce_bucket.cpp

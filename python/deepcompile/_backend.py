@@ -63,7 +63,9 @@ after_import("torch._dynamo.backends.registry", _register)
 class _Compiled:
     """One compiled phase that can be replaced while its callers hold it."""
 
-    def __init__(self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any) -> None:
+    def __init__(
+        self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any
+    ) -> None:
         """``make`` compiles the phase by a plan."""
         self._make = make
         self._step, self._phase, self._sharding = step, phase, sharding

@@ -1,19 +1,18 @@
 """Functions that write parameters somewhere, of PyTorch and of safetensors, made right for shards: what is one rank's part
 alone is refused, and what promises whole parameters gives them.
 
-``torch.save``, ``pickle`` and ``copy`` need no change: a part refuses them itself (``_state_shards.py``).
+``torch.save``, ``pickle`` and queues of processes need no change: a part refuses them itself (``_state_shards.py``,
+``_shard_parameter.py``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._pytree import tree_leaves
 
 from deepcompile._after_import import after_import
@@ -21,16 +20,9 @@ from deepcompile._state_shards import ADVICE, origin_of
 
 
 def install() -> None:
-    ForkingPickler.register(torch.nn.Parameter, _reduce_parameter)
     after_import("safetensors.torch", _refuse_in_safetensors)
     after_import("torch.distributed.checkpoint", _refuse_in_async_save)
     after_import("torch.distributed.checkpoint.state_dict", _wrap_get_model_state_dict)
-
-
-def _reduce_parameter(param: torch.nn.Parameter) -> Any:
-    """To another process, by a queue or a pipe."""
-    origin = origin_of(param)
-    return origin.refuse() if origin is not None else reduce_tensor(param)  # type: ignore[no-untyped-call]
 
 
 def _refuse_parts(values: Iterable[Any]) -> None:

@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from deepcompile import _shard_aware_saving, optimizer_states
 from deepcompile._load import _C
+from deepcompile._shard_parameter import ShardParameter
 
 if TYPE_CHECKING:
     from deepcompile.engine import Engine
@@ -48,6 +49,7 @@ def install() -> None:
     _wrap_zero_grad()
     _wrap_optimizer_states()
     _refuse_ddp()
+    _allow_foreach()
     _shard_aware_saving.install()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
@@ -182,6 +184,12 @@ def _wrap_zero_grad() -> None:
 
     tells_engines(torch.optim.Optimizer, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
     tells_engines(torch.nn.Module, lambda module: list(module.parameters()))
+
+
+def _allow_foreach() -> None:
+    """Optimizers update many parameters in one kernel only where they know the class of each."""
+    if ShardParameter not in torch_optimizer._foreach_supported_types:
+        torch_optimizer._foreach_supported_types.append(ShardParameter)
 
 
 def _wrap_optimizer_states() -> None:

@@ -102,22 +102,10 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-class RefusePickle:
-    """Stands where a sharded parameter has ``__reduce_ex__``."""
-
-    def __init__(self, origin: Origin) -> None:
-        self.origin = origin
-
-    def __call__(self, protocol: Any) -> NoReturn:
-        self.origin.refuse()
-
-
 def origin_of(value: Any) -> Origin | None:
-    """None of what is not a part: other values, and whole tensors."""
-    if isinstance(value, StateShard):
-        return value.origin
-    refusal = vars(value).get("__reduce_ex__") if isinstance(value, torch.nn.Parameter) else None
-    return refusal.origin if isinstance(refusal, RefusePickle) else None
+    """Of a state shard, a sharded parameter or its data. None of what is not a part: other values, and whole tensors."""
+    origin = getattr(value, "origin", None) if isinstance(value, torch.Tensor) else None
+    return origin if isinstance(origin, Origin) else None
 
 
-__all__ = ["ADVICE", "Origin", "RefusePickle", "StateShard", "as_plain", "as_state_shard", "origin_of"]
+__all__ = ["ADVICE", "Origin", "StateShard", "as_plain", "as_state_shard", "origin_of"]

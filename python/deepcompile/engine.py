@@ -227,6 +227,8 @@ class Engine(EngineSurface):
     def _begin_step(self) -> None:
         if self._micro_steps == 0:  # also after a forward that nobody took a backward of
             self._look_at_trained()
+        else:
+            self._refuse_others_trained()
         if not self._in_step:  # the first of its forwards
             self._in_step = True
             self.sharding.steps_begun += 1
@@ -237,6 +239,15 @@ class Engine(EngineSurface):
             if self._trace_to is not None:
                 self.sharding.runtime.take_timeline()
                 self.sharding.runtime.record_timeline(True)
+
+    def _refuse_others_trained(self) -> None:
+        names = self.sharding.changed_trainable()
+        if names:
+            raise RuntimeError(
+                f"rank {self.sharding.rank}: requires_grad of '{names[0]}'{' and others' if names[1:] else ''} was changed "
+                f"after {self._micro_steps} of {self.gradient_accumulation_steps()} micro-batches of an accumulation; "
+                "change it after engine.step() has updated, or throw the accumulation away first (engine.zero_grad())"
+            )
 
     def _look_at_trained(self) -> None:
         changed = self.sharding.update_trainable()

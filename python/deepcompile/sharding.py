@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
-from deepcompile._state_shards import Origin, RefusePickle
+from deepcompile._shard_parameter import make_shard, refuse_direct_gradient
+from deepcompile._state_shards import Origin
 from deepcompile.config import Config, accumulation_steps, load_config
 from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.group_transfers import GroupTransfers, slice_of
@@ -107,6 +108,7 @@ class Sharding:
         #: Runs of compiled graphs that train, while somebody wants to know of them.
         self.calls: list[CompiledCall] | None = None
         self._trained: list[bool] = []  # what the runtime has gradient buffers for
+        self._refusing: set[int] = set()  # parameters that refuse a gradient of the shard itself
         self._model = weakref.ref(model)
         self._planner: StepPlanner | None = None
 
@@ -163,8 +165,15 @@ class Sharding:
                 reduce_dtype=self.config.reduce_dtype,
             )
         self._trained = [sharded.param.requires_grad for sharded in self.params]
+        self._refuse_direct_gradients()
         ids = [sharded.id for sharded in self.params]
         self.runtime.register_graph_z3(self.graph_id, ids, reduce_at_update=self.config.stage == 1)
+
+    def _refuse_direct_gradients(self) -> None:
+        for sharded in self.params if not self.whole else ():
+            if sharded.param.requires_grad and sharded.id not in self._refusing:
+                self._refusing.add(sharded.id)
+                refuse_direct_gradient(sharded.param, sharded.name, f"rank {self.rank} of {self.world}")
 
     def _gradient_buffer(self, param: nn.Parameter) -> torch.Tensor | None:
         """Where the gradient of this rank's part goes; None for a frozen parameter. Sums over several backwards are in 32
@@ -179,14 +188,18 @@ class Sharding:
         several = (self.config.gradient_accumulation_steps or 1) > 1
         return torch.float32 if param.dtype in _HALF and several else param.dtype
 
+    def _changed_trainable(self) -> list[ShardedParam]:
+        return [s for s, trained in zip(self.params, self._trained, strict=True) if s.param.requires_grad != trained]
+
+    def changed_trainable(self) -> list[str]:
+        """Parameters of which the runtime has not been told yet that they are frozen or trained."""
+        return [sharded.name for sharded in self._changed_trainable()]
+
     def update_trainable(self) -> list[str]:
         """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The
         names of both. Every rank calls it, between steps; the ranks agree on it at the next forward.
         """
-        wanted = [sharded.param.requires_grad for sharded in self.params]
-        if wanted == self._trained:
-            return []
-        changed = [s for s, now, before in zip(self.params, wanted, self._trained, strict=True) if now != before]
+        changed = self._changed_trainable()
         for sharded in changed:
             param = sharded.param
             if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
@@ -197,7 +210,10 @@ class Sharding:
                 )
             param.grad = None
             _sharded_modules.trains_otherwise(sharded)
-        self._trained = wanted
+        if not changed:
+            return []
+        self._trained = [sharded.param.requires_grad for sharded in self.params]
+        self._refuse_direct_gradients()
         if self._planner is not None:
             self._planner.learn_facts()
         return [sharded.name for sharded in changed]
@@ -331,7 +347,7 @@ def shard(
         for sharded in sharding.params:
             _refuse_hooks(sharded)
             if sharding.world > 1:
-                sharded.param.__reduce_ex__ = RefusePickle(sharding.origin(sharded))  # type: ignore[method-assign]
+                sharded.param.origin = sharding.origin(sharded)  # type: ignore[attr-defined]
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():
@@ -459,6 +475,8 @@ def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> 
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
         module._parameters[attribute] = param
+    if not sharding.whole:
+        make_shard(param, sharded.name, sharded.full_shape)
     return dataclasses.replace(sharded, param=param)
 
 
@@ -494,7 +512,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     _forget_its_graph(param)
     param.data = _kept(sharded, own, sharding)
     param.grad = None
-    param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
+    make_shard(param, sharded.name, sharded.full_shape)
 
 
 __all__ = [

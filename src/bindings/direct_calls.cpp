@@ -29,10 +29,14 @@ namespace {
 
 namespace py = pybind11;
 
+// The class of sharded parameters, which is no other to operators than PyTorch's own. Owned, for the life of the
+// process.
+PyTypeObject* shard_parameter_type = nullptr;
+
 // read() is false where the object is not of the exact type.
 
 bool read(PyObject* object, at::Tensor& value) {
-  if (!THPVariable_CheckExact(object)) {
+  if (!THPVariable_CheckExact(object) && Py_TYPE(object) != shard_parameter_type) {
     return false;
   }
   value = THPVariable_Unpack(object);
@@ -341,6 +345,12 @@ void bindDirectCalls(py::module_& module) {
         DirectCall::callInstancesDirectly(reinterpret_cast<PyTypeObject*>(type.ptr()), function.ptr());
       },
       py::arg("type"), py::arg("function"), "Calls of the type's instances go straight to what direct_call returned.");
+  module.def(
+      "take_for_parameters",
+      [](const py::type& type) {
+        shard_parameter_type = reinterpret_cast<PyTypeObject*>(py::object(type).release().ptr());
+      },
+      py::arg("type"), "Operators are called directly with objects of this class, too.");
   module.def(
       "set_default_device_mode",
       [](const py::type& mode) {

@@ -15,6 +15,7 @@
 #include "deepcompile/comm/roll_call.h"
 #include "deepcompile/comm/shm_communicator.h"
 #include "deepcompile/runtime/device_kernels.h"
+#include "deepcompile/runtime/parameter_misuse.h"
 
 namespace dc {
 namespace {
@@ -188,6 +189,7 @@ void bindRuntime(py::module_& module) {
       .def("limit_idle_memory", &Runtime::limitIdleMemory, py::arg("bytes"), NoGil())
       .def("reset_gathered_peak", &Runtime::resetGatheredPeak)
       .def("start_forward", &Runtime::startForward, NoGil())
+      .def_static("refuse_direct_gradients", &refuseDirectGradients, py::arg("shard"), py::arg("message"))
       .def("hold_shards", &Runtime::holdShards, py::arg("hold"), NoGil())
       .def("end_reads", &Runtime::endReads, NoGil())
       .def("set_outside_step", &Runtime::setOutsideStep, py::arg("outside"), NoGil())

@@ -151,12 +151,19 @@ at::Tensor gatherShardAutograd(const at::Tensor& shard, std::int64_t graph_id, a
   if (at::GradMode::is_enabled() && plain) {
     keepGatheredAsIds();  // also of a frozen one, whose value the gradients of others need
   }
-  if (shard.requires_grad() && at::GradMode::is_enabled()) {
-    return GatherShard::apply(shard, graph_id, shape, dtype, keep, guard);
+  const auto gather = [&] {
+    if (shard.requires_grad() && at::GradMode::is_enabled()) {
+      return GatherShard::apply(shard, graph_id, shape, dtype, keep, guard);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return plain ? gatherShard(shard, graph_id, shape, dtype, keep, guard)
+                 : GatherShard::typedGatherShard().call(shard, graph_id, shape, dtype, keep, guard);
+  };
+  at::Tensor gathered = gather();
+  if (plain && guard == kForbidWriting) [[unlikely]] {
+    refuseUseAsParameter(gathered, shard, graph_id);
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return plain ? gatherShard(shard, graph_id, shape, dtype, keep, guard)
-               : GatherShard::typedGatherShard().call(shard, graph_id, shape, dtype, keep, guard);
+  return gathered;
 }
 
 // Its output is empty and carries no gradient.

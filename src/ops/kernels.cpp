@@ -12,6 +12,7 @@
 #include "deepcompile/ops/shapes_in_a_row.h"
 #include "deepcompile/runtime/gathered.h"
 #include "deepcompile/runtime/graph_table.h"
+#include "deepcompile/runtime/parameter_misuse.h"
 #include "deepcompile/runtime/runtime.h"
 #include "deepcompile/runtime/storage_guard.h"
 #include "deepcompile/runtime/z3_executor.h"
@@ -199,6 +200,13 @@ at::Tensor gatherWith(const Locked& locked, const at::Tensor& shard, at::IntArra
 at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   return gatherWith(Locked(graph_id), shard, shape, dtype, keep, guard);
+}
+
+void refuseUseAsParameter(const at::Tensor& gathered, const at::Tensor& shard, std::int64_t graph_id) {
+  const Locked locked(graph_id);
+  Runtime& runtime = *locked.graph().runtime;
+  const DSParam& param = runtime.registry().getParam(runtime.registry().idOf(shard));
+  dc::refuseUseAsParameter(gathered, param.label(), runtime.context().late_error);
 }
 
 std::vector<at::Tensor> gatherShards(at::TensorList shards, std::int64_t graph_id, at::IntArrayRef shapes,

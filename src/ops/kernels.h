@@ -36,6 +36,8 @@ constexpr std::int64_t kForbidWriting = 1;
 std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id);
 at::Tensor gatherShard(const at::Tensor& shard, std::int64_t graph_id, at::IntArrayRef shape,
                        std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard);
+// `gathered`, which a program read from its module outside of a forward, is not to be taken for the parameter.
+void refuseUseAsParameter(const at::Tensor& gathered, const at::Tensor& shard, std::int64_t graph_id);
 void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vector<at::ScalarType>& dtypes);
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given);
 // Many at once. `shapes` has all sizes one after the other, `dims` how many of them are each one's.

@@ -51,6 +51,8 @@ class DSParam {
   void offload();
   // Brings it back into the same storage; whoever reads it through getDSTensor() waits for the copy.
   void reload() { bringBack(); }
+  // Whether `tensor` is the object that was registered, whatever memory it has now.
+  bool isShard(const at::Tensor& tensor) const { return ds_tensor_.is_same(tensor); }
   bool isOffloaded() const { return offload_ != nullptr && offload_->away; }
 
   std::int64_t numel() const { return numel_; }

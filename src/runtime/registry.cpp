@@ -30,9 +30,12 @@ DSParamRegistry::Place DSParamRegistry::placeOf(const at::Tensor& shard) {
 std::int64_t DSParamRegistry::idOf(const at::Tensor& shard) const {
   const auto found = ids_by_place_.find(placeOf(shard));
   check(found != ids_by_place_.end(), [&] {
+    const auto same =
+        std::find_if(ids_.begin(), ids_.end(), [&](std::int64_t id) { return entry(id).param.isShard(shard); });
     return concat(
-        "a tensor of ", shard.numel(), " elements of dtype ", shard.scalar_type(),
-        " stands where the shard of a parameter was registered, but is not that shard. Was the sharded model "
+        same == ids_.end() ? "a parameter" : entry(*same).param.describe(), ": a tensor of ", shard.numel(),
+        " elements of dtype ", shard.scalar_type(),
+        " stands where its shard was registered, but is not that shard. Was the sharded model "
         "copied, moved or cast, or other memory put under a parameter (param.data = ...)? Do the former before "
         "it is sharded, and in place of the latter copy into the shard (param.copy_(...) under no_grad)");
   });

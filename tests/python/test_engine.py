@@ -366,3 +366,48 @@ def two_engines(rank: int, world: int) -> None:
 
 def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
     run_ranks(2, two_engines)
+
+
+class Uneven(nn.Module):
+    """Little more than its uneven weight: a shard is padded, and its fp32 master copy longer than the whole in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 13, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).float().square().mean()
+
+
+def trains_uneven(rank: int, world: int, kind: str, mode: str) -> list[float]:
+    torch.manual_seed(1)
+    model = Uneven()
+    compiles = {"mode": mode, "backend": "aot_eager", "profile_steps": 1}
+    more = {"compile": compiles, kind: {"enabled": True} | ({"initial_scale_power": 8} if kind == "fp16" else {})}
+    engine = deepcompile.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config(**more))
+    losses = []
+    for step in range(4):
+        loss = engine(torch.randn(4, 7, generator=seeded(10 * step + rank)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.skipped_steps == 0
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["compile", "replay"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_a_small_uneven_parameter_is_planned_in_half_precision(kind: str, mode: str) -> None:
+    torch.manual_seed(1)
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected: list[list[float]] = [[], []]
+    for step in range(4):
+        losses = [model(torch.randn(4, 7, generator=seeded(10 * step + rank))) for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, loss in enumerate(losses):
+            expected[rank].append(loss.item())
+    for rank, losses in enumerate(run_ranks(2, trains_uneven, kind, mode)):
+        assert losses == pytest.approx(expected[rank], rel=3e-2)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import deepcompile
+from deepcompile._state_shards import StateShard
 from harness import run_ranks
 from models import Llama, seeded
 
@@ -57,6 +58,8 @@ def pickles(rank: int, world: int, stage: int) -> None:
         lambda: multiprocessing.reduction.ForkingPickler.dumps(next(model.parameters())),
         lambda: saved(next(model.parameters())),
         lambda: saved(list(model.parameters())),
+        lambda: saved([param.data for param in model.parameters()]),
+        lambda: saved(copy.deepcopy(list(model.parameters()))),
         lambda: saved(dict(model.named_parameters())),
         lambda: saved(model.state_dict(keep_vars=True)),
         # What is made of parts is made of parts.
@@ -125,7 +128,7 @@ def best_weights(rank: int, world: int, keep: Callable[[dict[str, torch.Tensor]]
         assert not any(each.load_state_dict(best))
         found = deepcompile.full_state_dict(each)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-        assert not any(type(param) is not nn.Parameter for param in each.parameters())
+        assert not any(isinstance(param, StateShard) for param in each.parameters())
     loss = model(Llama.batch(seeded()))
     loss.backward()
     optimizer.step()
