@@ -22,6 +22,9 @@ else
 endif
 
 export PYTHONPATH := $(CURDIR)/python
+# The package of clang-format has no command of its own beside the script.
+CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
+PYTHON_SOURCES := python tests benchmarks examples cmake
 CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
 .PHONY: all demo test test-all test-cuda sanitize-cuda test-cpp test-python build bench peers sanitize format lint clean
@@ -77,15 +80,15 @@ sanitize: $(SETUP)
 	scripts/sanitize $(PYTHON)
 
 format: $(SETUP)
-	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format -i
-	.venv/bin/ruff format python tests benchmarks examples
-	.venv/bin/ruff check --fix python tests benchmarks examples
+	git ls-files '*.h' '*.cpp' | xargs $(CLANG_FORMAT) -i
+	$(PYTHON) -m ruff format $(PYTHON_SOURCES)
+	$(PYTHON) -m ruff check --fix $(PYTHON_SOURCES)
 
 lint: $(SETUP)
-	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
-	.venv/bin/ruff format --check python tests benchmarks examples
-	.venv/bin/ruff check python tests benchmarks examples
-	.venv/bin/mypy python/deepcompile
+	git ls-files '*.h' '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
+	$(PYTHON) -m ruff format --check $(PYTHON_SOURCES)
+	$(PYTHON) -m ruff check $(PYTHON_SOURCES)
+	$(PYTHON) -m mypy python/deepcompile
 
 clean:
 	rm -rf build python/deepcompile/_C*.so python/deepcompile/_cuda*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so

@@ -262,7 +262,7 @@ def _fastest(curves: Iterable[dict[int, float]]) -> dict[int, float]:
 def measured_machine(
     machine: planner.Machine, gathers: dict[int, float], reductions: dict[int, float]
 ) -> planner.Machine:
-    """``machine`` with the measured curves in place of what it had of them. ``gathers``, ``reductions``: seconds by bytes."""
+    """``machine`` with the measured curves in place of those it had. ``gathers``, ``reductions``: seconds by bytes."""
     return machine.replace(
         gather=_points(gathers) if gathers else None, reduce=_points(reductions) if reductions else None
     )
