@@ -1,4 +1,4 @@
-"""Loads the native library, once, after making sure that it fits this PyTorch and that the names of its operators are free."""
+"""Loads the native library, once, after making sure that it fits this PyTorch and that its operators' names are free."""
 
 from __future__ import annotations
 

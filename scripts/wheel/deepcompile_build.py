@@ -1,8 +1,8 @@
 """The build backend of ``pip install .``: scikit-build-core's, after a look at what the build needs.
 
-The package is built for the PyTorch that will import it. So PyTorch is not among the build requirements, where pip would fetch
-a second one, of another version or with gigabytes of CUDA: an isolated build takes the one of the environment that pip installs
-into, which an isolated interpreter (``python -I``) still sees.
+The package is built for the PyTorch that will import it. So PyTorch is not among the build requirements: pip would fetch a
+second one, of another version or with gigabytes of CUDA. An isolated build takes the one of the environment that pip
+installs into, which an isolated interpreter (``python -I``) still sees.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ def torch_version() -> str | None:
     return None
 
 
+def _has_module(name: str) -> bool:
+    """A folder is none: this source tree has one of the name cmake."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def missing(tools: bool = True) -> list[str]:
     """What the build lacks, each with what installs it. Without ``tools``: before the front end has installed those."""
     found = []
@@ -37,7 +43,7 @@ def missing(tools: bool = True) -> list[str]:
             f"pip install torch scikit-build-core cmake ninja, then {INSTALL}"
         )
     modules = ("scikit_build_core", "cmake", "ninja") if tools else ()
-    absent = [name for name in modules if shutil.which(name) is None and importlib.util.find_spec(name) is None]
+    absent = [name for name in modules if shutil.which(name) is None and not _has_module(name)]
     if absent:
         names = " ".join(name.replace("_", "-") for name in absent)
         found.append(f"{names.replace(' ', ', ')} not installed: pip install {names}, then {INSTALL}")
