@@ -107,7 +107,9 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
 
 
 def dynamic_metadata(field: str, settings: Any = None) -> list[str]:
-    """A wheel fits the minor version of PyTorch that it was built for: later ones change what the library links to."""
+    """A wheel fits the minor version of PyTorch that it was built for: later ones change what the library links to. PyTorch does
+    not require numpy, but what its ranks exchange as objects goes through it.
+    """
     assert field == "dependencies", field
     version = torch_version()
-    return ["torch>=2.11" if version is None else f"torch=={'.'.join(version.split('.')[:2])}.*"]
+    return ["torch>=2.11" if version is None else f"torch=={'.'.join(version.split('.')[:2])}.*", "numpy"]
