@@ -1,22 +1,22 @@
 # Finds Highway (SIMD with a choice at run time) and defines the target Highway::hwy. In this order:
 #
 #   $HWY_ROOT   with include/hwy and lib: a build of one's own, for machines without a network
-#   the system  Debian: libhwy-dev. Only for a build in place: a wheel must not need a library that its user may not have
+#   the system  Debian: libhwy-dev. Not for a wheel, which must not need a library that its user may not have
 #   the index   sources, fetched once into the build folder (fetch_highway.py) and linked in
 #
-# A wheel takes from HWY_ROOT the archive alone (libhwy.a); where there is none, the index's sources.
+# A wheel (DEEPCOMPILE_HIGHWAY_INSIDE) takes from HWY_ROOT the archive alone (libhwy.a); where there is none, the index's sources.
 set(_here "${CMAKE_CURRENT_LIST_DIR}")
 add_library(Highway::hwy INTERFACE IMPORTED)
 
 if(DEFINED ENV{HWY_ROOT})
   set(_names hwy)
-  if(NOT DEEPCOMPILE_IN_PLACE)
+  if(DEEPCOMPILE_HIGHWAY_INSIDE)
     set(_names libhwy.a)
   endif()
   find_path(HWY_INCLUDE_DIR hwy/highway.h PATHS "$ENV{HWY_ROOT}/include" NO_DEFAULT_PATH)
   find_library(HWY_LIBRARY NAMES ${_names} PATHS "$ENV{HWY_ROOT}/lib" NO_DEFAULT_PATH)
 endif()
-if(DEEPCOMPILE_IN_PLACE)
+if(NOT DEEPCOMPILE_HIGHWAY_INSIDE)
   find_path(HWY_INCLUDE_DIR hwy/highway.h)
   find_library(HWY_LIBRARY hwy)
 endif()

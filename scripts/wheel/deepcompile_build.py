@@ -107,8 +107,8 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
 
 
 def dynamic_metadata(field: str, settings: Any = None) -> list[str]:
-    """A wheel fits the minor version of PyTorch that it was built for: later ones change what the library links to. PyTorch does
-    not require numpy, but what its ranks exchange as objects goes through it.
+    """A wheel fits the minor version of PyTorch that it was built for: later ones change what the library links to. It needs
+    numpy, which PyTorch does not require, because objects that ranks exchange go through it.
     """
     assert field == "dependencies", field
     version = torch_version()
