@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
+from deepcompile._compile_log import compiling, graph_name
 from deepcompile._load import _C
 from deepcompile.grouped_calls import group_calls
 from deepcompile.planning import CompiledCall
@@ -41,8 +42,8 @@ Compile = Callable[..., Any]
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
     unit = _Unit(module, example_inputs)
-    kind = unit.backend
-    return unit.compile_with_inductor() if kind == "inductor" else unit.compile_for_eager()
+    with compiling(f"the {FORWARD} of {unit.name}", unit.sharding):
+        return unit.compile_with_inductor() if unit.backend == "inductor" else unit.compile_for_eager()
 
 
 def load_compiler(kind: str) -> None:
@@ -64,10 +65,10 @@ class _Compiled:
     """One compiled phase that can be replaced while its callers hold it."""
 
     def __init__(
-        self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any
+        self, make: Callable[[GraphPlan | None], Callable[..., Any]], step: Any, phase: str, sharding: Any, name: str
     ) -> None:
         """``make`` compiles the phase by a plan."""
-        self._make = make
+        self._make, self._name = make, name
         self._step, self._phase, self._sharding = step, phase, sharding
         self._boxed_call = True  # takes one list, which it may empty
         self._surroundings = _surroundings()
@@ -75,7 +76,7 @@ class _Compiled:
         step.compiled.setdefault(phase, weakref.WeakSet()).add(self)
 
     def recompile(self, graph_plan: GraphPlan) -> None:
-        with self._surroundings():
+        with compiling(f"the {self._phase} of {self._name} by another plan", self._sharding), self._surroundings():
             self._function = self._make(graph_plan)
 
     def __call__(self, args: list[Any]) -> Any:
@@ -112,6 +113,12 @@ class _Unit:
             for index, sharding, name in found
         }
         self._step: Any = None
+        #: For people.
+        self.name = graph_name(self._sharding) if self._sharding is not None else ""
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
 
     @property
     def shares_gathers(self) -> bool:
@@ -151,7 +158,12 @@ class _Unit:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         if all(sharding.whole for sharding in self._shardings):  # nothing to plan
-            return compile_fx(self._module, list(self._inputs))
+
+            def compile_one(*args: Any, **kwargs: Any) -> Any:
+                with self._said(BACKWARD if kwargs.get("is_backward") else FORWARD):
+                    return compile_fx_inner(*args, **kwargs)
+
+            return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(
@@ -181,6 +193,12 @@ class _Unit:
                 inference_compiler=compiler(False, True),
                 partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
             )(self._module, self._inputs)
+
+    def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
+        if phase == FORWARD:
+            return contextlib.nullcontext()
+        return compiling(f"the {phase} of {self.name}", self._sharding)
 
     # -- what they share ---------------------------------------------------------------------------------------------
 
@@ -229,7 +247,8 @@ class _Unit:
                 with self._order:
                     return inner(_with_graph(module, graph), example_inputs, **kwargs)
 
-            return _Compiled(with_plan, step, phase, self._sharding)
+            with self._said(phase):
+                return _Compiled(with_plan, step, phase, self._sharding, self.name)
 
         return compile_one
 

@@ -36,7 +36,7 @@ def initialize(
     ``model_parameters`` (parameters or groups of them, as for any optimizer) or, without it, all that are trained.
     ``lr_scheduler`` is one, or a function that makes one from the optimizer. A model that was sharded before goes on with
     the configuration of ``shard``: ``config`` is that one or None, and may add what engines alone read (clipping, the
-    optimizer, how to compile).
+    optimizer, how to compile). ``process_group`` is as in :func:`deepcompile.shard`.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
