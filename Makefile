@@ -4,7 +4,8 @@
 #   make test       C++ and Python tests; make test-all also those that take minutes
 #   make test-cuda  the tests on a GPU: those of CUDA alone, and those of the runtime on its tensors
 #   make build      the libraries, in place; PYTHON=python3 takes an interpreter that already has torch, without network;
-#                   JOINED=1 takes several sources at once: quicker from nothing, slower after a change of one
+#                   JOINED=ON takes several sources at once: quicker from nothing, slower after a change of one (the demo's
+#                   way; JOINED=OFF goes back), WERROR=ON makes warnings errors
 #   make bench      all benchmarks (QUICK=1: short runs); make peers installs what they compare with
 #   make sanitize-cuda  the operators under compute-sanitizer, on a GPU
 #   make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers
@@ -16,28 +17,46 @@ TORCH := torch==2.13.0
 
 ifdef PYTHON
   SETUP :=
+  SETUP_DEMO :=
 else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
+  SETUP_DEMO := .venv/ready-for-demo
 endif
 
 export PYTHONPATH := $(CURDIR)/python
+# The package of clang-format has no command of its own beside the script.
+CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
+PYTHON_SOURCES := python tests benchmarks examples cmake scripts/wheel
 CMAKE_CONFIGURE = cmake -S . -G Ninja -DPython_EXECUTABLE=$$(realpath -s $$(command -v $(PYTHON))) -Wno-dev
 
-.PHONY: all demo test test-all test-cuda sanitize-cuda test-cpp test-python build bench peers sanitize format lint clean
+.PHONY: all demo libraries test test-all test-cuda sanitize-cuda test-cpp test-python build bench peers sanitize format lint clean
 
 all: build
 
-.venv/ready: requirements-dev.txt scripts/system-packages
-	scripts/system-packages
+.venv/ready-for-demo: scripts/system-packages
+	scripts/system-packages build
 	python3 -m venv .venv
-	.venv/bin/python -m pip install -q $(TORCH)
+	.venv/bin/python -m pip install -q $(TORCH) $$(grep -E '^(numpy|rich)==' requirements-dev.txt)
+	touch $@
+
+.venv/ready: .venv/ready-for-demo requirements-dev.txt
+	scripts/system-packages
 	.venv/bin/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
+# JOINED and WERROR stay as they were where they are not given.
 build: $(SETUP)
-	$(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON -DDEEPCOMPILE_JOINED=$(if $(JOINED),ON,OFF) --log-level=WARNING
+	$(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON -DDEEPCOMPILE_TESTS=ON -DDEEPCOMPILE_CUDA=ON --log-level=WARNING \
+	  $(foreach option,JOINED WERROR,$(if $($(option)),-DDEEPCOMPILE_$(option)=$($(option))))
 	cmake --build $(BUILD)
+	scripts/importable $(PYTHON)
+
+# What the demo needs and no more: no tests, and no CUDA parts where there is no GPU. A build that is there is brought up to date.
+libraries: $(SETUP_DEMO)
+	test -f $(BUILD)/build.ninja || $(CMAKE_CONFIGURE) -B $(BUILD) -DDEEPCOMPILE_IN_PLACE=ON -DDEEPCOMPILE_TESTS=OFF \
+	  -DDEEPCOMPILE_CUDA=$(if $(wildcard /dev/nvidiactl /dev/dxg),ON,OFF) -DDEEPCOMPILE_JOINED=ON --log-level=WARNING
+	cmake --build $(BUILD) --target libraries
 
 test: test-cpp test-python
 
@@ -63,7 +82,7 @@ test-cuda: build
 sanitize-cuda: build
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/python/cuda_operators.py || exit 1; done
 
-demo: build
+demo: libraries
 	$(PYTHON) examples/llama.py
 
 bench: build
@@ -77,15 +96,15 @@ sanitize: $(SETUP)
 	scripts/sanitize $(PYTHON)
 
 format: $(SETUP)
-	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format -i
-	.venv/bin/ruff format python tests benchmarks examples
-	.venv/bin/ruff check --fix python tests benchmarks examples
+	git ls-files '*.h' '*.cpp' | xargs $(CLANG_FORMAT) -i
+	$(PYTHON) -m ruff format $(PYTHON_SOURCES)
+	$(PYTHON) -m ruff check --fix $(PYTHON_SOURCES)
 
 lint: $(SETUP)
-	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
-	.venv/bin/ruff format --check python tests benchmarks examples
-	.venv/bin/ruff check python tests benchmarks examples
-	.venv/bin/mypy python/deepcompile
+	git ls-files '*.h' '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
+	$(PYTHON) -m ruff format --check $(PYTHON_SOURCES)
+	$(PYTHON) -m ruff check $(PYTHON_SOURCES)
+	$(PYTHON) -m mypy python/deepcompile
 
 clean:
-	rm -rf build python/deepcompile/_C*.so python/deepcompile/_cuda*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so
+	rm -rf build python/deepcompile/_built_for.py python/deepcompile/_C*.so python/deepcompile/_cuda*.so python/deepcompile/lib python/deepcompile/plan/_plan*.so

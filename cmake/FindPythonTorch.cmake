@@ -7,13 +7,19 @@
 #
 # PyTorch's own package file is not used: it looks for CUDA, NCCL and MKL even where nothing of them is needed.
 
-execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c
-          "import os, torch; print(torch.__version__); print(os.path.dirname(torch.__file__)); print(torch.version.cuda or '')"
-  OUTPUT_VARIABLE _torch_facts
-  RESULT_VARIABLE _torch_status
-  ERROR_VARIABLE _torch_error
-  OUTPUT_STRIP_TRAILING_WHITESPACE)
+# Second with -I, which sees the interpreter's own packages where pip has hidden them from an isolated build.
+foreach(_isolated "" -I)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" ${_isolated} -c
+            "import os, torch; print(torch.__version__); print(os.path.dirname(torch.__file__)); print(torch.version.cuda or '')"
+    OUTPUT_VARIABLE _torch_facts
+    RESULT_VARIABLE _torch_status
+    ERROR_VARIABLE _torch_error
+    OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(_torch_status EQUAL 0)
+    break()
+  endif()
+endforeach()
 
 if(_torch_status EQUAL 0)
   string(REPLACE "\n" ";" _torch_facts "${_torch_facts};")

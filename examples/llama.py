@@ -10,6 +10,7 @@ sequences in which each token follows from the two before it, so that there is s
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import tempfile
 import time
@@ -84,11 +85,25 @@ def train_alone(options: argparse.Namespace, world: int) -> list[float]:
     return losses
 
 
+class Teller(logging.Handler):
+    """Hands what the package logs to the process that shows it."""
+
+    def __init__(self, tell: Any) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(("log", record.getMessage()))
+
+
 def rank_main(rank: int, options: argparse.Namespace, folder: str, queue: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", options.ranks)
     join_ranks(options, rank, store=store, rank=rank, world_size=options.ranks)
+    if rank == 0:
+        logging.getLogger("deepcompile").addHandler(Teller(queue.put))
+        logging.getLogger("deepcompile").setLevel(logging.INFO)
     train_sharded(options, rank, options.ranks, queue.put if rank == 0 else lambda message: None)
     dist.destroy_process_group()
 
@@ -117,6 +132,9 @@ def show(console: Console, options: argparse.Namespace, messages: Any, alive: An
                 continue
             if message[0] == "explain":
                 rows = message[1]
+                continue
+            if message[0] == "log":
+                progress.update(task, description=message[1])
                 continue
             _, step, loss, seconds = message
             losses.append((step, loss, seconds))
@@ -155,6 +173,7 @@ def main() -> None:
     options.device = options.device or ("cuda" if torch.cuda.device_count() >= on_this_host else "cpu")
 
     if "RANK" in os.environ:  # under torchrun
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
         join_ranks(options, int(os.environ.get("LOCAL_RANK", 0)))
         rank, options.ranks = dist.get_rank(), dist.get_world_size()
 

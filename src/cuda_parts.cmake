@@ -1,5 +1,10 @@
 # What needs CUDA: the module _cuda, built where there is a CUDA toolkit and a PyTorch with CUDA. Where PyTorch has no CUDA the
-# sources are compiled all the same, so that a machine without a GPU notices when they break; nothing is linked then.
+# sources are compiled all the same beside the tests, so that a machine without a GPU notices when they break; nothing is linked
+# then.
+if(NOT DEEPCOMPILE_CUDA OR NOT (PythonTorch_CUDA OR DEEPCOMPILE_TESTS))
+  message(STATUS "The CUDA parts are left out")
+  return()
+endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)

@@ -60,7 +60,7 @@ add_library(
   runtime/z3_executor_reads.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
 target_sources(deepcompile PRIVATE $<TARGET_OBJECTS:dc_base> $<TARGET_OBJECTS:dc_shm>)
-target_link_libraries(deepcompile PRIVATE dc_flags "${HWY_LIBRARY}" Threads::Threads PUBLIC PythonTorch::torch)
+target_link_libraries(deepcompile PRIVATE dc_flags Highway::hwy Threads::Threads PUBLIC PythonTorch::torch)
 target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 
 # The Python module: one small file per subject.
@@ -90,6 +90,19 @@ if(DEEPCOMPILE_IN_PLACE)
   set(package "${CMAKE_SOURCE_DIR}/python/deepcompile")
   set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${package}")
   set_target_properties(deepcompile PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${package}/lib")
+endif()
+
+# What the package says where it meets another PyTorch than that of its build.
+file(WRITE "${CMAKE_BINARY_DIR}/_built_for.py" "TORCH = \"${PythonTorch_VERSION}\"\n")
+if(DEEPCOMPILE_IN_PLACE)
+  file(COPY "${CMAKE_BINARY_DIR}/_built_for.py" DESTINATION "${package}")
+endif()
+install(FILES "${CMAKE_BINARY_DIR}/_built_for.py" DESTINATION .)
+
+# What the package needs to run.
+add_custom_target(libraries DEPENDS _C _plan)
+if(TARGET _cuda)
+  add_dependencies(libraries _cuda)
 endif()
 
 include(CMakePackageConfigHelpers)

@@ -18,6 +18,7 @@ from deepcompile.deferred import init_sharded
 from deepcompile.engine import Engine
 from deepcompile.full import full_params, full_state_dict
 from deepcompile.initialization import initialize
+from deepcompile.optimizer_states import full_optimizer_state_dict
 from deepcompile.parity import check_parity
 from deepcompile.recorded_ops import RecordedOps
 from deepcompile.recording import get_recorded_ops, record
@@ -40,6 +41,7 @@ __all__ = [
     "compile",
     "cuda_available",
     "dc",
+    "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
     "get_recorded_ops",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 
 from deepcompile import doctor
+from deepcompile._version import __version__
 from deepcompile.checkpoint import CheckpointError, consolidate
 from deepcompile.plan.__main__ import main as planner
 
@@ -16,11 +18,20 @@ _PLANNER = {
 }
 
 
+def _program() -> str:
+    """How the user has called this: the installed command, or the module, which is all that there is in a source tree."""
+    called = pathlib.Path(sys.argv[0]).name
+    return called if called == "deepcompile" else "python -m deepcompile"
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _PLANNER:
-        return planner(arguments)
-    parser = argparse.ArgumentParser(prog="deepcompile", description=__doc__)
+        return planner(arguments, _program())
+    parser = argparse.ArgumentParser(
+        prog=_program(), description="ZeRO-1, 2 and 3 for PyTorch: checkpoints, this machine, and the planner."
+    )
+    parser.add_argument("--version", action="version", version=f"deepcompile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("consolidate", help="whole parameters of a checkpoint as one safetensors file")
     one.add_argument("folder", help="the folder that was given to engine.save_checkpoint")

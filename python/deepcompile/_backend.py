@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import fx
 
 from deepcompile._after_import import after_import
+from deepcompile._compile_log import compiling, graph_name
 from deepcompile._load import _C
 from deepcompile.grouped_calls import group_calls
 from deepcompile.planning import CompiledCall
@@ -44,8 +44,8 @@ Compile = Callable[..., Any]
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
     unit = _Unit(module, example_inputs)
-    kind = unit.backend
-    return unit.compile_with_inductor() if kind == "inductor" else unit.compile_for_eager()
+    with compiling(f"the {FORWARD} of {unit.name}", unit.sharding):
+        return unit.compile_with_inductor() if unit.backend == "inductor" else unit.compile_for_eager()
 
 
 def load_compiler(kind: str) -> None:
@@ -69,8 +69,8 @@ class _Compiled:
     def __init__(
         self, function: Callable[..., Any], step: Any, phase: str, sharding: Any, shards: list[int] | None
     ) -> None:
-        """``shards``: the positions of the shards among the arguments, by the numbers that schedules know parameters by; None
-        where the graph is not the one that was planned.
+        """``shards``: the positions of the shards among the arguments, by the numbers that schedules have for parameters;
+        None where the graph is not the one that was planned.
         """
         self._function = function
         self._step, self._phase, self._sharding = step, phase, sharding
@@ -128,6 +128,12 @@ class _Unit:
             for index, sharding, name in found
         }
         self._step: Any = None
+        #: For people.
+        self.name = graph_name(self._sharding) if self._sharding is not None else ""
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
 
     @property
     def _runs_alone(self) -> bool:
@@ -157,7 +163,12 @@ class _Unit:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         if all(sharding.whole for sharding in self._shardings):  # nothing to plan
-            return compile_fx(self._module, list(self._inputs))
+
+            def compile_one(*args: Any, **kwargs: Any) -> Any:
+                with self._said(BACKWARD if kwargs.get("is_backward") else FORWARD):
+                    return compile_fx_inner(*args, **kwargs)
+
+            return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
         # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(
@@ -187,6 +198,12 @@ class _Unit:
                 inference_compiler=compiler(False, True),
                 partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
             )(self._module, self._inputs)
+
+    def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
+        if phase == FORWARD:
+            return contextlib.nullcontext()
+        return compiling(f"the {phase} of {self.name}", self._sharding)
 
     # -- what they share ---------------------------------------------------------------------------------------------
 
@@ -231,7 +248,7 @@ class _Unit:
             places = _places_of_shards(module.graph, step.graphs[phase])
             if places is None and step.plan is not None:
                 _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
-            with self._order:
+            with self._said(phase), self._order:
                 function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
             return _Compiled(function, step, phase, self._sharding, places)
 

@@ -1,10 +1,12 @@
-"""Loads the native library, once, after making sure that the names of its operators are free."""
+"""Loads the native library, once, after making sure that it fits this PyTorch and that its operators' names are free."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+
+from deepcompile import _fits
 
 #: Operator namespaces that the native library registers.
 NAMESPACES = ("dc", "deepspeed")
@@ -16,6 +18,8 @@ def _taken(namespaces: tuple[str, ...]) -> list[str]:
     return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefixes))
 
 
+_fits.require_fit(torch.__version__)
+
 if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
     raise ImportError(
         f"another library in this process owns the operators torch.ops.{taken[0].split('::')[0]}.* "
@@ -23,7 +27,12 @@ if "deepcompile._C" not in sys.modules and (taken := _taken(NAMESPACES)):
         "and deepcompile cannot share a process."
     )
 
-from deepcompile import _C, _direct_calls, _fakes  # noqa: E402
+try:
+    from deepcompile import _C
+except ImportError as error:
+    raise ImportError(_fits.why_not_loaded(torch.__version__, error)) from None
+
+from deepcompile import _direct_calls, _fakes  # noqa: E402
 
 _direct_calls.install()
 _fakes.install()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
 from torch.optim import optimizer as torch_optimizer
 
+from deepcompile import _shard_aware_saving, optimizer_states
 from deepcompile._load import _C
 from deepcompile._shard_parameter import ShardParameter
 
@@ -37,15 +38,19 @@ _installed = False
 
 
 def install() -> None:
+    """After each model that is sharded."""
     global _installed
+    _seen.clear()  # an optimizer may hold what is sharded only now
     if _installed:
         return
     _installed = True
     _wrap_total_norm()
     _wrap_grad_scaler()
     _wrap_zero_grad()
+    _wrap_optimizer_states()
     _refuse_ddp()
     _allow_foreach()
+    _shard_aware_saving.install()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
 
@@ -187,6 +192,22 @@ def _allow_foreach() -> None:
         torch_optimizer._foreach_supported_types.append(ShardParameter)
 
 
+def _wrap_optimizer_states() -> None:
+    kind: Any = torch.optim.Optimizer
+    save, load = kind.state_dict, kind.load_state_dict
+
+    @functools.wraps(save)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        optimizer_states.slice_whole_states(self, _shardings())
+        return optimizer_states.with_parts(self, save(self, *args, **kwargs), _shardings())
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        load(self, optimizer_states.with_own(self, state_dict, _shardings()), *args, **kwargs)
+
+    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
+
+
 def _refuse_ddp() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     inner = ddp.__init__
@@ -217,7 +238,11 @@ def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def before_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """What every ``optimizer.step()`` begins with."""
     _refuse_whole_parameter_optimizers(optimizer)
-    _refuse_added_parameters(optimizer)
+    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if _seen.get(optimizer) != looked_at:
+        _refuse_added_parameters(optimizer)
+        optimizer_states.slice_whole_states(optimizer, _shardings())
+        _seen[optimizer] = looked_at
 
 
 def are_the_only_hooks() -> bool:
@@ -228,9 +253,6 @@ def are_the_only_hooks() -> bool:
 
 def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
     """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
-    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    if _seen.get(optimizer) == looked_at:
-        return
     others = {
         param
         for group in optimizer.param_groups
@@ -245,7 +267,6 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
                     f"parameter '{name}' was added to {type(model).__name__} after it was sharded, and each rank would "
                     "train its own: add modules and parameters before deepcompile.shard or initialize"
                 )
-    _seen[optimizer] = looked_at
 
 
 def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer) -> None:

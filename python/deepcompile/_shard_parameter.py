@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepcompile._load import _C
+from deepcompile._state_shards import Origin, as_plain
 
 
 class ShardParameter(nn.Parameter):
@@ -20,6 +21,18 @@ class ShardParameter(nn.Parameter):
 
     full_shape: torch.Size
     shard_name: str
+    #: What it is a part of; None where this rank has all of it.
+    origin: Origin | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.origin is not None:
+            self.origin.refuse()
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.origin = self.origin
+        return copied
 
     @property
     def data(self) -> torch.Tensor:
@@ -55,6 +68,15 @@ class ShardData(torch.Tensor):
     """
 
     parameter: ShardParameter
+
+    @property
+    def origin(self) -> Origin | None:
+        return self.parameter.origin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.origin is not None:
+            self.origin.refuse()
+        return as_plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from deepcompile._state_shards import ADVICE, StateShard, as_plain, as_state_shard, origin_of
+
 if TYPE_CHECKING:
     from deepcompile.sharding import ShardedParam, Sharding
 
@@ -111,19 +113,58 @@ def _no_pickle(module: nn.Module, protocol: Any) -> NoReturn:
 
 
 def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """What ``to``, ``half``, ``cpu``, ... do to each parameter; those that change nothing are let through."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and hasattr(parameter, "full_shape"):
-            with torch.no_grad():
-                result = fn(parameter)
-            if result.dtype != parameter.dtype or result.data_ptr() != parameter.data_ptr():
-                raise RuntimeError(
-                    f"'{name}' of a sharded {type(module).__name__} cannot be moved or cast: call to(), half(), cuda(), ... "
-                    "before the model is sharded (config keys 'bf16' and 'fp16' choose the dtype to compute in)"
-                )
+    """What ``to``, ``half``, ``cpu``, ... do to each parameter; those that change nothing are let through, and the parameter
+    keeps its memory.
+    """
+    sharded = {
+        name: param for name, param in module._parameters.items() if param is not None and hasattr(param, "full_shape")
+    }
+    for name, parameter in sharded.items():
+        with torch.no_grad():
+            result = fn(parameter)
+        if not _is_same(result, parameter):
+            raise RuntimeError(
+                f"'{name}' of a sharded {type(module).__name__} cannot be moved or cast: call to(), half(), cuda(), ... "
+                "before the model is sharded (config keys 'bf16' and 'fp16' choose the dtype to compute in)"
+            )
+
+    def leaves_shards(tensor: torch.Tensor) -> torch.Tensor:
+        stays = any(tensor is param or tensor is param.grad for param in sharded.values())
+        return tensor if stays else fn(tensor)
+
     original: type[Any] = module._deepcompile_original
-    applied: nn.Module = original._apply(module, fn, recurse)
+    applied: nn.Module = original._apply(module, leaves_shards, recurse)
     return applied
+
+
+def _is_same(result: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a function of ``_apply`` changed nothing: ``to("cpu:0")`` copies what is on ``cpu``."""
+    if any(getattr(result, name) != getattr(parameter, name) for name in ("dtype", "shape")):
+        return False
+    if result.data_ptr() == parameter.data_ptr() and not result.is_meta:
+        return True
+    one_device = result.device == parameter.device or result.device.type == parameter.device.type == "cpu"
+    if not one_device or result.stride() != parameter.stride():
+        return False
+    bytes_of_both = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (result, parameter))
+    return torch.equal(*bytes_of_both)
+
+
+#: What a state dict has of a parameter instead of this rank's part (:func:`deepcompile.full.whole_state_dicts`).
+whole_of: Callable[[Any], torch.Tensor] | None = None
+
+
+def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Parts go into a state dict as tensors that know what they are."""
+    module._deepcompile_original._save_to_state_dict(module, destination, prefix, keep_vars)
+    for attribute, parameter in module._parameters.items():
+        key, origin = prefix + attribute, origin_of(parameter)
+        if keep_vars or key not in destination or not hasattr(parameter, "full_shape"):
+            continue
+        if whole_of is not None:
+            destination[key] = whole_of(parameter)
+        elif origin is not None:
+            destination[key] = as_state_shard(parameter, origin)
 
 
 def _extra_repr(module: Any) -> str:
@@ -159,6 +200,7 @@ def _class_of(original: type[nn.Module], reads: tuple[_Read, ...]) -> type[nn.Mo
             "__deepcopy__": _no_copy,
             "__reduce_ex__": _no_pickle,
             "_apply": _apply,
+            "_save_to_state_dict": _save_to_state_dict,
             "extra_repr": _extra_repr,
             "_deepcompile_original": original,
         }
@@ -209,8 +251,9 @@ def trains_otherwise(sharded: ShardedParam) -> None:
 
 
 class _Slicer:
-    """Lets ``load_state_dict`` take whole parameters as well as shards. With ``assign=True`` values are copied as well: the
-    runtime knows a shard by its memory.
+    """Lets ``load_state_dict`` take whole parameters, of which it keeps this rank's part, and this rank's own parts as
+    ``state_dict()`` gives them. Of other flat tensors nothing says whose part they are. With ``assign=True`` values are
+    copied as well: the runtime knows a shard by its memory.
     """
 
     def __init__(self, sharding: Sharding, params: dict[str, ShardedParam]) -> None:
@@ -218,19 +261,55 @@ class _Slicer:
         self._params = params
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         metadata["assign_to_params_buffers"] = False
         self._sharding.runtime.end_reads()
         for attribute, sharded in self._params.items():
-            value = state_dict.get(prefix + attribute)
-            if isinstance(value, torch.Tensor) and value.shape == sharded.full_shape:
-                own = self._sharding.slice_of(sharded, value.detach())
-                state_dict[prefix + attribute] = own.view(sharded.param.shape)
-            elif isinstance(value, torch.Tensor) and self._sharding.whole and value.shape == (sharded.numel,):
-                state_dict[prefix + attribute] = value.detach().view(
-                    sharded.full_shape
-                )  # as a rank that gathers has it
+            key, value = prefix + attribute, state_dict.get(prefix + attribute)
+            # Inside full_params another parameter is there, which is whole.
+            if not isinstance(value, torch.Tensor) or module._parameters.get(attribute) is not sharded.param:
+                continue
+            own = self._own_part(sharded, value)
+            if own is None:
+                errors.append(self._refusal(key, sharded, value))
+                own = sharded.param.detach()  # stays as it is, and PyTorch has nothing to add
+            state_dict[key] = own.view(sharded.param.shape)
+
+    def _own_part(self, sharded: ShardedParam, value: torch.Tensor) -> torch.Tensor | None:
+        """What this rank has of the parameter; None where that cannot be told."""
+        sharding = self._sharding
+        if isinstance(value, StateShard):
+            is_own = value.shape == sharded.param.shape and value.origin.same_part(sharding.origin(sharded))
+            return as_plain(value) if is_own else None
+        if value.shape == sharded.full_shape:
+            return sharding.slice_of(sharded, value.detach())
+        if sharding.world == 1 and value.shape == (sharded.numel,):  # as a rank that gathers has it
+            return value.detach()
+        return None
+
+    def _refusal(self, key: str, sharded: ShardedParam, value: torch.Tensor) -> str:
+        sharding = self._sharding
+        found = f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, StateShard):
+            found += (
+                f", which is a part that rank {value.origin.rank} of {value.origin.world} has of {value.origin.what}"
+            )
+        elif value.shape == sharded.param.shape:
+            found += ", of which nothing says whether it is this rank's part"
+        return (
+            f"size mismatch for {key}: rank {sharding.rank} was given {found}. A sharded model takes whole parameters, here "
+            f"of shape {list(sharded.full_shape)}, and the parts that state_dict() of such a model gave in this process. "
+            f"{ADVICE}"
+        )
 
     def __deepcopy__(self, memo: Any) -> _Slicer:
         return self

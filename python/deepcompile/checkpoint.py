@@ -11,6 +11,7 @@ together, without padding: any number of ranks can load it.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import pathlib
@@ -101,22 +102,21 @@ def save_checkpoint(
         tensors |= {f"optimizer/{sharded.name}/{slot}": flat.of(sharded, value) for slot, value in large.items()}
         numbers = {slot: value for slot, value in state.items() if slot not in large}
         states |= {sharded.name: numbers} if numbers else {}
+    facts = io.BytesIO()
+    try:
+        if sharding.rank == 0:
+            torch.save(_facts(engine, progress, states, client_state), facts)
+    except Exception as error:  # of what cannot be pickled: the others are told before they wait for rank 0's files
+        sharding.transfers.fail(error)
+        raise
+    sharding.transfers.meet("is about to write a checkpoint")
     with _quietly():
         save(tensors, checkpoint_id=unfinished, process_group=sharding.group)
     torch.save(torch.get_rng_state(), unfinished / f"random-{sharding.rank}.pt")
     if sharding.runtime.device.type == "cuda":
         torch.save(torch.cuda.get_rng_state(sharding.runtime.device), unfinished / f"random-cuda-{sharding.rank}.pt")
     if sharding.rank == 0:
-        facts = {
-            "format": _FORMAT,
-            "world": sharding.world,
-            "params": {s.name: (tuple(s.full_shape), s.original_dtype) for s in sharding.params},
-            "ties": {n: s.name for s in sharding.params for n in _names(engine, s)},
-            "optimizer": {"states": states, "groups": _groups(engine)},
-            "engine": progress,
-            "client": client_state,
-        }
-        torch.save(facts, unfinished / _FACTS)
+        (unfinished / _FACTS).write_bytes(facts.getbuffer())
     dist.barrier(group=sharding.group)  # every rank's files are there
     if sharding.rank == 0:
         _sync(unfinished)
@@ -125,6 +125,20 @@ def save_checkpoint(
         _remove_old(root, name, keep)
     dist.barrier(group=sharding.group)
     return str(root / name)
+
+
+def _facts(engine: Engine, progress: dict[str, Any], states: dict[str, Any], client_state: Any) -> dict[str, Any]:
+    """What is no tensor of the model or the optimizer."""
+    sharding = engine.sharding
+    return {
+        "format": _FORMAT,
+        "world": sharding.world,
+        "params": {s.name: (tuple(s.full_shape), s.original_dtype) for s in sharding.params},
+        "ties": {n: s.name for s in sharding.params for n in _names(engine, s)},
+        "optimizer": {"states": states, "groups": _groups(engine)},
+        "engine": progress,
+        "client": client_state,
+    }
 
 
 def _check_tag(tag: Any) -> None:

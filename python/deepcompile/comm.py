@@ -40,17 +40,11 @@ from torch.distributed import (
     send,
 )
 
-from deepcompile import _inference
+from deepcompile import _inference, _process_group
 from deepcompile._after_import import after_import
 from deepcompile._load import _C
 
 _log = logging.getLogger("deepcompile")
-
-#: Where launchers of MPI say what torch.distributed reads from RANK, WORLD_SIZE and LOCAL_RANK.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
 
 
 def init_distributed(
@@ -67,39 +61,26 @@ def init_distributed(
 ) -> None:
     """Initialises torch.distributed where it is not yet, and :func:`inference_all_reduce` beside it. Every rank calls it.
 
-    ``rank`` and ``world_size`` default to what the launcher has put into the environment, ``dist_backend`` to gloo, with
-    NCCL for the GPUs that there are. ``config`` is accepted for the sake of DeepSpeed's callers.
+    ``rank`` and ``world_size`` default to what the launcher has put into the environment, without a launcher to a world of
+    one; ``dist_backend`` to gloo, with NCCL for the GPUs that there are. ``config`` is accepted for the sake of DeepSpeed's
+    callers.
     """
     if not dist.is_initialized():
         if dist_init_required is False:
             raise RuntimeError("init_distributed(dist_init_required=False): there is no process group yet")
-        if auto_mpi_discovery and rank < 0:
-            _discover_mpi()
-        if init_method is None:
-            os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        dist.init_process_group(
-            _backend(dist_backend), timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
+        _process_group.make(
+            dist_backend,
+            timeout=timeout,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            port=distributed_port,
+            discover_mpi=auto_mpi_discovery,
         )
     if not _inference.connected():
         _inference.connect(dist.get_world_size(), dist.get_rank(), timeout)
     if verbose and dist.get_rank() == 0 and (apart := _C.inference_ranks_apart()) is not None:
         _log.info("inference_all_reduce goes through the process group: %s", apart)
-
-
-def _backend(name: str | None) -> str:
-    if name is None:
-        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if name == "ccl" and name not in dist.Backend.backend_list:
-        return "gloo"  # oneCCL is not there; its users mean the CPU
-    return name
-
-
-def _discover_mpi() -> None:
-    for names in _LAUNCHERS:
-        if "RANK" not in os.environ and all(name in os.environ for name in names[:2]):
-            for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), names, strict=True):
-                if theirs in os.environ:
-                    os.environ.setdefault(ours, os.environ[theirs])
 
 
 #: Native (src/bindings/inference_call.cpp): a short tensor is summed in less time than a call through torch.ops takes.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile import _channels, _compile_cache, _cuda_parts, _inference, _saved_tensors
+from deepcompile import _channels, _compile_cache, _cuda_parts, _inference, _process_group, _saved_tensors
 from deepcompile._load import _C
 from deepcompile.runtime_config import make_config
 
@@ -427,3 +427,4 @@ def _cleanup_all() -> None:
     for runtime in list(_open_runtimes):
         runtime.cleanup()
     _inference.close()
+    _process_group.destroy_own()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from deepcompile import _channels
+from deepcompile import _process_group
 from deepcompile.group_transfers import slice_of
 
 InitFunction = Callable[[nn.Module], None]
@@ -57,7 +57,7 @@ def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[
     :func:`deepcompile.initialize`, and make the optimizer after that. Values come from ``reset_parameters`` of each module,
     and from ``init_fn`` given to ``shard``; where neither sets one, from the constructor (``nn.Parameter(torch.ones(n))``).
     """
-    group = _channels.resolve_group(process_group)
+    group = _process_group.resolve_or_make(process_group)
     rank, world = group.rank(), group.size()
     original = nn.Module.register_parameter
     writes = _Writes()

@@ -54,11 +54,13 @@ class EngineSurface:
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The shards of this rank. ``deepcompile.full_state_dict(engine.module)`` gives whole parameters."""
+        """The shards of this rank, to keep in memory: they cannot be pickled. ``deepcompile.full_state_dict(engine.module)``
+        gives whole parameters.
+        """
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Takes shards, or whole parameters as an unsharded model saves them."""
+        """Takes whole parameters, as an unsharded model saves them, or shards that :meth:`state_dict` gave here."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
     # -- numbers -----------------------------------------------------------------------------------------------------

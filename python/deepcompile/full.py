@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from deepcompile import _sharded_modules
 from deepcompile._sharded_modules import original_class
-from deepcompile.sharding import ShardedParam, Sharding, sharding_of
+from deepcompile.sharding import ShardedParam, Sharding, is_sharded, sharding_of
 
 
 def _params_of(module: nn.Module, sharding: Sharding) -> list[ShardedParam]:
@@ -131,4 +132,26 @@ def state_dict_of_wholes(model: nn.Module, kept: Callable[[torch.Tensor], torch.
     return result
 
 
-__all__ = ["full_params", "full_state_dict", "state_dict_of_wholes"]
+@contextlib.contextmanager
+def whole_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Inside, ``state_dict()`` of ``model``, which may be sharded or hold sharded models, gives whole parameters. Every rank
+    enters it and calls the same.
+    """
+    shardings = {sharding_of(module): None for module in model.modules() if is_sharded(module)}
+    members = {sharded.param: (sharding, sharded) for sharding in shardings for sharded in sharding.params}
+    wholes: dict[nn.Parameter, torch.Tensor] = {}
+
+    def whole_of(param: nn.Parameter) -> torch.Tensor:
+        if param not in wholes:
+            sharding, sharded = members[param]
+            wholes[param] = sharding.gather(sharded).to(sharded.original_dtype)
+        return wholes[param]
+
+    before, _sharded_modules.whole_of = _sharded_modules.whole_of, whole_of
+    try:
+        yield
+    finally:
+        _sharded_modules.whole_of = before
+
+
+__all__ = ["full_params", "full_state_dict", "state_dict_of_wholes", "whole_state_dicts"]

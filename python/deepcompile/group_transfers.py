@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, ScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ScatterOptions
 
 from deepcompile.agreement import Agreement
 
@@ -78,6 +78,18 @@ class GroupTransfers:
         if sent.device != tensor.device or contiguous.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(_as_before(sent, contiguous))
+
+    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """The flat tensors of all ranks one after the other; the others' have the same shape, dtype and device."""
+        if self._world == 1:
+            return own.clone()
+        options = AllgatherOptions()
+        options.timeout = self._limit
+        contiguous = own.detach().contiguous()
+        sent = self._sent(contiguous)
+        received = [torch.empty_like(sent) for _ in range(self._world)]
+        self._run(f"gathering {what}", lambda: self._group.allgather([received], [sent], options))
+        return torch.cat([_as_before(part, contiguous) for part in received]).to(own.device)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its bytes, which a group of any backend moves, on a device that the group reaches."""

@@ -15,6 +15,7 @@ from deepcompile.config import Config, ConfigError, OptimizerConfig, load_config
 from deepcompile.deferred import InitFunction
 from deepcompile.engine import Engine
 from deepcompile.engine_config import engine_config
+from deepcompile.optimizer_states import slice_whole_states
 from deepcompile.sharding import is_sharded, shard, sharding_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -35,7 +36,7 @@ def initialize(
     ``model_parameters`` (parameters or groups of them, as for any optimizer) or, without it, all that are trained.
     ``lr_scheduler`` is one, or a function that makes one from the optimizer. A model that was sharded before goes on with
     the configuration of ``shard``: ``config`` is that one or None, and may add what engines alone read (clipping, the
-    optimizer, how to compile).
+    optimizer, how to compile). ``process_group`` is as in :func:`deepcompile.shard`.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
@@ -52,6 +53,8 @@ def initialize(
         raise ValueError("the model was sharded over another process_group; give it to deepcompile.shard alone")
     checked = engine_config(sharding_of(model), None if config is None else checked)
     made = _make_optimizer(model, optimizer, checked.optimizer, model_parameters)
+    if made is not None:
+        slice_whole_states(made, [sharding_of(model)])
     if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
         if made is None:
             raise ValueError("a function was passed to make the schedule, but there is no optimizer to make it for")
@@ -120,8 +123,6 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"the optimizer's group {index} holds a parameter of shape {list(param.shape)} that is not one of the "
                 f"model's: make the optimizer from the parameters of the {type(model).__name__} that is passed"
             )
-    if optimizer.state and not is_sharded(model):
-        raise ValueError("the optimizer has state already: shard the model before its first step")
 
 
 __all__ = ["initialize"]

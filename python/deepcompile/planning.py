@@ -335,8 +335,8 @@ class StepPlanner:
     def replan(
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
     ) -> bool:
-        """Plans again from measurements, which are the same on all ranks. True when the plan is another now. It is active from
-        the next graph on that runs, and nothing is compiled for it.
+        """Plans again from measurements, which are the same on all ranks. True when the plan is another now. It is active
+        from the next graph on that runs, and nothing is compiled for it.
         """
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine

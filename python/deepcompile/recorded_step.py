@@ -183,6 +183,7 @@ class _Builder:
 
 # -- plan to schedule -----------------------------------------------------------------------------------------------------
 
+
 def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledEvent]:
     """What a replay does at each read: start gathers before it, and keep the copy after it or not. ``keys``: by name."""
     assert step.plan is not None

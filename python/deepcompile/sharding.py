@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepcompile import _channels, _shard_aware_torch, _sharded_modules, dc
+from deepcompile import _channels, _process_group, _shard_aware_torch, _sharded_modules, dc
 from deepcompile._shard_parameter import make_shard, refuse_direct_gradient
+from deepcompile._state_shards import Origin
 from deepcompile.config import Config, accumulation_steps, load_config
 from deepcompile.deferred import InitFunction, make_shards
 from deepcompile.group_transfers import GroupTransfers, slice_of
@@ -233,6 +234,10 @@ class Sharding:
         """This rank's part of a whole tensor, padded with zeros."""
         return slice_of(whole, self.rank, self.world)
 
+    def origin(self, sharded: ShardedParam) -> Origin:
+        """Of this rank's part."""
+        return Origin(f"parameter '{sharded.name}'", sharded.full_shape, self.rank, self.world)
+
     def end_backward(self) -> None:
         """Leaf modules keep their parameters until here."""
         for sharded in self.params:
@@ -303,15 +308,16 @@ def shard(
     process_group: dist.ProcessGroup | None = None,
     init_fn: InitFunction | None = None,
 ) -> nn.Module:
-    """Shards ``model`` in place over ``process_group`` (the default group when None) and returns it. Every rank calls it;
-    the values are those of rank 0. Optimizers may be made before or after: parameters keep their identity, except those
+    """Shards ``model`` in place over ``process_group`` and returns it. Every rank calls it; the values are those of rank 0.
+    Without ``process_group`` it is the default group; where there is none, one is made: of the launcher's ranks (torchrun),
+    else of this process alone. Optimizers may be made before or after: parameters keep their identity, except those
     without data (:func:`deepcompile.init_sharded`, device ``meta``), which are made here, module by module, by ``init_fn``
     or as the module does it itself.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard takes a torch.nn.Module, not {type(model).__name__}")
-    group = _channels.resolve_group(process_group)
+    group = _process_group.resolve_or_make(process_group)
     checked.gradient_accumulation_steps = accumulation_steps(checked, group.size())
     transfers = GroupTransfers(group, checked.timeout)
     try:
@@ -341,6 +347,8 @@ def shard(
     if not sharding.whole:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
+            if sharding.world > 1:
+                sharded.param.origin = sharding.origin(sharded)  # type: ignore[attr-defined]
     sharding.register()
     _sharded_modules.install(sharding)
     for module in model.modules():

@@ -49,9 +49,7 @@ def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
     """What the plan does to the optimizer's states before each node, and behind the last. ``ids``: by which the runtime
     knows the graph's parameters.
     """
-    found: list[dict[str, list[int]]] = [
-        {"leave": [], "free": [], "fetch": []} for _ in range(len(planned.graph) + 1)
-    ]
+    found: list[dict[str, list[int]]] = [{"leave": [], "free": [], "fetch": []} for _ in range(len(planned.graph) + 1)]
     leaving: dict[int | None, list[int]] = {}  # by operation
     following = 0
     for kind, node, operation, items in planned.instructions:  # only what computes has a node

@@ -1,5 +1,5 @@
-"""From the planner's plan of a step to what each compiled graph gathers, keeps and starts when, and to the schedule by which it
-runs. The graphs themselves know no plan: they are compiled once, with their reads in a fixed order.
+"""From the planner's plan of a step to what each compiled graph gathers, keeps and starts when, and to the schedule by which
+it runs. The graphs themselves know no plan: they are compiled once, with their reads in a fixed order.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class GraphRead:
 
 
 def reads_of(segments: Segments) -> list[GraphRead]:
-    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it, of the
-    small ones once, at the beginning. A read in the middle of a segment would keep a compiler from fusing across it.
+    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it, of
+    the small ones once, at the beginning. A read in the middle of a segment would keep a compiler from fusing across it.
     """
     small = small_params(segments.params.values())
     uses = [(index, param) for index, segment in enumerate(segments.segments) for param in segment.uses]

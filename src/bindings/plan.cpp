@@ -298,15 +298,15 @@ PYBIND11_MODULE(_plan, module) {
       py::arg("graph"), py::arg("plan_text"));
   module.def(
       "command",
-      [](const std::vector<std::string>& arguments) {
+      [](const std::vector<std::string>& arguments, const std::string& program) {
         CommandResult result;
         {
           const py::gil_scoped_release release;
-          result = runCommand(arguments);
+          result = runCommand(arguments, program);
         }
         return py::make_tuple(result.status, result.out, result.error);
       },
-      py::arg("arguments"));
+      py::arg("arguments"), py::arg("program"));
 }
 
 }  // namespace dc::plan

@@ -20,11 +20,7 @@
 namespace dc::plan {
 namespace {
 
-constexpr const char* kHelp = R"(deepcompile plans and simulates sharded training steps.
-
-  deepcompile plan GRAPH [options]      plan the step graph in a file and print the plan
-  deepcompile simulate [options]        plan a known model and print what the step would take
-
+constexpr const char* kOptions = R"(
 Options of both:
   --machine M      a preset or a machine file      (default 8xh100)
   --budget B       memory of a rank: 40GB; 10% leaves 10 % free beyond the least; default: the machine's
@@ -49,6 +45,13 @@ Options of simulate:
 
 Exit status: 0 done, 2 wrong usage, 3 malformed or impossible input, 4 no plan within the budget, 5 plan refused.
 )";
+
+std::string help(const std::string& program) {
+  return concat("Plans and simulates sharded training steps.\n\n", "  ", program,
+                " plan GRAPH [options]\n      plan the step graph in a file and print the plan\n", "  ", program,
+                " simulate --model NAME [options]\n      plan a known model and print what the step would take\n",
+                kOptions);
+}
 
 // Wrong usage of the command line.
 class UsageError : public Error {
@@ -290,7 +293,7 @@ CommandResult planAndPrint(const Options& options, const StepGraph& graph, const
 
 CommandResult planCommand(const Options& options) {
   if (options.words.size() != 2) {
-    throw UsageError("plan needs one graph file: deepcompile plan GRAPH [options]");
+    throw UsageError("plan needs one graph file: plan GRAPH [options]");
   }
   const StepGraph graph = parseGraph(readFile(options.words[1]), options.words[1]);
   return planAndPrint(options, graph, machineOf(options), true);
@@ -298,7 +301,7 @@ CommandResult planCommand(const Options& options) {
 
 CommandResult simulateCommand(const Options& options) {
   if (options.words.size() != 1 || !options.has("model")) {
-    throw UsageError("simulate needs a model: deepcompile simulate --model llama3-8b [options]");
+    throw UsageError("simulate needs a model: simulate --model llama3-8b [options]");
   }
   const Machine machine = machineOf(options);
   ModelOptions model;
@@ -321,14 +324,20 @@ CommandResult simulateCommand(const Options& options) {
   return planAndPrint(options, graph, machine, false);
 }
 
+// With a space before it, where it is a command that there is.
+std::string verbOf(const std::vector<std::string>& arguments) {
+  const bool known = !arguments.empty() && (arguments[0] == "plan" || arguments[0] == "simulate");
+  return known ? " " + arguments[0] : "";
+}
+
 }  // namespace
 
-CommandResult runCommand(const std::vector<std::string>& arguments) {
+CommandResult runCommand(const std::vector<std::string>& arguments, const std::string& program) {
   CommandResult result;
   try {
     const Options options = parse(arguments);
     if (options.has("help") || (!options.words.empty() && options.words[0] == "help")) {
-      result.out = kHelp;
+      result.out = help(program);
       return result;
     }
     const std::string verb = options.words.empty() ? "" : options.words[0];
@@ -342,7 +351,7 @@ CommandResult runCommand(const std::vector<std::string>& arguments) {
                                   : unknown("command", verb, {"plan", "simulate", "help"}));
   } catch (const UsageError& error) {
     result.status = kBadUsage;
-    result.error = concat("deepcompile: ", error.what(), "\nTry 'deepcompile help'.\n");
+    result.error = concat("deepcompile: ", error.what(), "\nTry '", program, verbOf(arguments), " --help'.\n");
   } catch (const BudgetError& error) {
     result.status = kDoesNotFit;
     result.error = concat("deepcompile: ", error.what(), "\n");

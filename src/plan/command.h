@@ -1,5 +1,4 @@
-// The command line of the planner, as a function: `deepcompile plan` and `deepcompile simulate` in
-// every front end.
+// The command line of the planner, as a function: the commands `plan` and `simulate` in every front end.
 #pragma once
 
 #include <string>
@@ -19,7 +18,8 @@ inline constexpr int kBadInput = 3;    // a malformed or impossible graph or mac
 inline constexpr int kDoesNotFit = 4;  // no plan within the budget
 inline constexpr int kRefused = 5;     // the verifier refused the plan
 
-// `arguments` without the program's name: {"plan", "step.graph", "--budget", "40GB"}.
-CommandResult runCommand(const std::vector<std::string>& arguments);
+// `arguments` without the program's name: {"plan", "step.graph", "--budget", "40GB"}. `program` is how the user calls
+// it, for the help and for errors that name a command.
+CommandResult runCommand(const std::vector<std::string>& arguments, const std::string& program = "deepcompile-plan");
 
 }  // namespace dc::plan

@@ -145,6 +145,21 @@ def test_old_checkpoints_are_removed_and_wrong_ones_are_refused(tmp_path) -> Non
     run_ranks(2, several, str(tmp_path))
 
 
+def parts_beside(rank: int, world: int, folder: str) -> None:
+    engine = engine_of(3)
+    expected = r"parameter 'embed.weight' of shape \[31, 16\] is sharded.*full_state_dict"
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=expected if rank == 0 else f"rank 0 failed there: RuntimeError: {expected}"):
+        engine.save_checkpoint(folder, client_state={"best": engine.state_dict()})
+    assert time.monotonic() - begun < 10
+    engine.save_checkpoint(folder, client_state={"best": deepcompile.full_state_dict(engine.module)})
+    assert engine.load_checkpoint(folder)[1]["best"]["embed.weight"].shape == (31, 16)
+
+
+def test_parts_in_the_client_state_are_refused_on_all_ranks(tmp_path) -> None:
+    run_ranks(2, parts_beside, str(tmp_path))
+
+
 def whole(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     engine = engine_of(3)
     train(engine, 0, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import run_ranks, where_ranks_run
 from models import seeded
 
 
@@ -71,17 +71,23 @@ def holds(rank: int, world: int, stage: int) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_held_weight_is_read_after_the_forward_as_it_was_taken(stage: int) -> None:
+@where_ranks_run
+def unsharded() -> list[list[float]]:
     model, optimizer = make()
-    expected: list[list[float]] = [[], []]
+    found: list[list[float]] = [[], []]
     for step in range(STEPS):
         losses = [loss_of(model, model, batch(rank, step)) for rank in range(2)]
         for rank, loss in enumerate(losses):
-            expected[rank].append(loss.item())
+            found[rank].append(loss.item())
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_held_weight_is_read_after_the_forward_as_it_was_taken(stage: int) -> None:
+    expected = unsharded()
     for rank, found in enumerate(run_ranks(2, holds, stage)):
         for mode in MODES:
             assert found[mode] == pytest.approx(expected[rank], rel=1e-5), mode

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepcompile
+from deepcompile._shard_parameter import ShardParameter
 from harness import only_on_cpu, run_ranks
 from models import seeded
 
@@ -51,7 +52,7 @@ def live_tensor_bytes() -> int:
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and not thing.is_meta:
+        if type(thing) in (torch.Tensor, nn.Parameter, ShardParameter) and not thing.is_meta:
             found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import deepcompile
 from deepcompile.sharding import sharding_of
-from harness import run_ranks
+from harness import run_ranks, where_ranks_run
 from models import assert_close, seeded
 
 #: As keys of a ModuleDict: what a checkpoint, the texts of plans and of recordings use to tell words apart, and more.
@@ -55,6 +55,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@where_ranks_run
 def unsharded(world: int, steps: int) -> dict[str, torch.Tensor]:
     model = make()
     optimizer = momentum(model)
@@ -153,6 +154,7 @@ def distils(rank: int, world: int, stage: int, backend: str | None, both: bool) 
     return losses
 
 
+@where_ranks_run
 def distilled_unsharded(world: int, both: bool) -> list[list[float]]:
     student, teacher = student_and_teacher()
     teacher.requires_grad_(both)

@@ -107,6 +107,19 @@ def stops_between_scatters(rank: int, world: int) -> tuple[str, float] | None:
     return told(lambda: transfers.scatter(torch.ones(4), 0, "parameter 'second'"))
 
 
+def stops_while_it_shards(rank: int, world: int) -> tuple[str, float] | None:
+    scatter = GroupTransfers.scatter
+
+    def stops(self: GroupTransfers, whole: torch.Tensor, source: int, what: str) -> torch.Tensor:
+        if rank == 0 and what == "parameter 'layers.0.weight'":
+            time.sleep(TIMEOUT + 2 * SLACK)
+            os._exit(0)
+        return scatter(self, whole, source, what)
+
+    GroupTransfers.scatter = stops  # type: ignore[method-assign]
+    return told(lambda: deepcompile.shard(MLP(), config()))
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("what", "missing", "message"),
@@ -116,6 +129,7 @@ def stops_between_scatters(rank: int, world: int) -> tuple[str, float] | None:
         (does_not_shard, 1, "is about to shard a MLP, and rank 1 did not within 6 seconds"),
         (dies_between_scatters, 1, "scattering parameter 'second' failed on rank"),
         (stops_between_scatters, 0, "within 6 seconds: rank 0 did not answer"),
+        (stops_while_it_shards, 0, "scattering parameter 'layers.0.weight' failed on rank"),
     ],
 )
 def test_a_rank_that_is_missing_outside_the_steps_is_an_error_within_the_timeout(
@@ -167,6 +181,7 @@ def every_dtype(rank: int, world: int) -> None:
         own = transfers.scatter(given, 1, "it")
         padded = torch.cat([whole, torch.zeros(2, dtype=dtype)])
         assert own.dtype == dtype and torch.equal(own, padded[3 * rank : 3 * rank + 3])
+        assert torch.equal(transfers.gather(own, "it"), padded)
         given = given.clone().view(7, 1).t()
         transfers.broadcast(given, 1, "it")
         assert torch.equal(given, whole.view(1, 7))

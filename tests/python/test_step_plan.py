@@ -16,9 +16,19 @@ from deepcompile._load import _C
 from deepcompile.profile import measured_machine, segment_seconds
 from deepcompile.segments import GATHER, cut, mark_params, name_of
 from deepcompile.sharding import sharding_of
-from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
 from deepcompile.state_moves import Moves
-from deepcompile.step_plan import GraphPlan, GraphRead, Launch, Take, graph_schedule, reads_of, slots_of, step_plan, with_reads
+from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
+from deepcompile.step_plan import (
+    GraphPlan,
+    GraphRead,
+    Launch,
+    Take,
+    graph_schedule,
+    reads_of,
+    slots_of,
+    step_plan,
+    with_reads,
+)
 from deepcompile.whole_step import Inputs, plan_whole_step
 from harness import run_ranks
 
@@ -113,9 +123,7 @@ def schedules(rank: int, world: int) -> None:
         event("wa", False),
     ]
     # What is taken once stays from its first read to its last.
-    stays = GraphPlan(
-        takes=(Take(1, "wa", False, 3), Take(1, "norm", False, 1), Take(2, "wb", True, 2)), launches=()
-    )
+    stays = GraphPlan(takes=(Take(1, "wa", False, 3), Take(1, "norm", False, 1), Take(2, "wb", True, 2)), launches=())
     assert graph_schedule(stays, segments, FORWARD) == [
         event("begin", False, "norm"), event("norm", False), event("wa", True), event("wb", True), event("wa", False)
     ]  # fmt: skip

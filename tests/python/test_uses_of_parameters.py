@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import run_ranks, where_ranks_run
 from models import seeded
 
 MODES = ("plain", "off", "compile", "replay")
@@ -134,19 +134,25 @@ def penalizes_weights(rank: int, world: int, stage: int) -> dict[str, list[float
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_penalty_on_weights_of_modules_is_that_of_unsharded_training(stage: int) -> None:
+@where_ranks_run
+def penalized_unsharded() -> list[list[float]]:
     torch.manual_seed(2)
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected: list[list[float]] = [[], []]
+    found: list[list[float]] = [[], []]
     for step in range(STEPS):
         losses = [model(batch(rank, step)).square().mean() + penalty(model) for rank in range(2)]
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         for rank, loss in enumerate(losses):
-            expected[rank].append(loss.item())
+            found[rank].append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_penalty_on_weights_of_modules_is_that_of_unsharded_training(stage: int) -> None:
+    expected = penalized_unsharded()
     for rank, found in enumerate(run_ranks(2, penalizes_weights, stage)):
         for mode in MODES:
             assert found[mode] == pytest.approx(expected[rank], rel=1e-5), mode
@@ -328,18 +334,18 @@ def with_spectral_norm(rank: int, world: int, stage: int) -> dict[str, list[floa
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_old_spectral_norm_trains_as_each_rank_would_unsharded(stage: int) -> None:
+@where_ranks_run
+def unsharded_with_spectral_norm() -> list[list[float]]:
     models, optimizers = [], []
     for _ in range(2):  # each rank has buffers of its own
         torch.manual_seed(2)
         models.append(Two(spectral=True))
         optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1))
-    expected: list[list[float]] = [[], []]
+    found: list[list[float]] = [[], []]
     for step in range(STEPS):
         for rank, model in enumerate(models):
             loss = model(batch(rank, step)).square().mean()
-            expected[rank].append(loss.item())
+            found[rank].append(loss.item())
             loss.backward()
         for params in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([param.grad for param in params]).mean(0)
@@ -350,8 +356,14 @@ def test_the_old_spectral_norm_trains_as_each_rank_would_unsharded(stage: int) -
             optimizer.zero_grad()
             model.eval()
             with torch.no_grad():
-                expected[rank].append(model(batch(rank, step)).sum().item())
+                found[rank].append(model(batch(rank, step)).sum().item())
             model.train()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_old_spectral_norm_trains_as_each_rank_would_unsharded(stage: int) -> None:
+    expected = unsharded_with_spectral_norm()
     for rank, found in enumerate(run_ranks(2, with_spectral_norm, stage)):
         for mode in MODES:
             assert found[mode] == pytest.approx(expected[rank], rel=1e-5), mode

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from . import command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status is its result."""
-    status, out, error = command(list(sys.argv[1:] if argv is None else argv))
+def main(argv: Sequence[str] | None = None, program: str = "python -m deepcompile.plan") -> int:
+    """Runs one command; the exit status is its result. ``program`` is how the user called it."""
+    status, out, error = command(list(sys.argv[1:] if argv is None else argv), program)
     sys.stdout.write(out)
     sys.stderr.write(error)
     return status

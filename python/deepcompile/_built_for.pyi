@@ -1,0 +1,1 @@
+TORCH: str
