@@ -34,18 +34,18 @@ struct ProgramEvent {
 
 // Optimizer states on their way, by parameter; in this order.
 struct StateMoves {
-  std::vector<std::int64_t> leave;  // start the copy to the host
-  std::vector<std::int64_t> free;   // free the device copy
-  std::vector<std::int64_t> fetch;  // start the copy back
+  std::vector<std::int64_t> leave = {};  // start the copy to the host
+  std::vector<std::int64_t> free = {};   // free the device copy
+  std::vector<std::int64_t> fetch = {};  // start the copy back
   bool empty() const { return leave.empty() && free.empty() && fetch.empty(); }
   bool operator==(const StateMoves&) const = default;
 };
 
 struct ScheduledEvent {
   ProgramEvent event;
-  bool keep = false;                          // the copy stays for a later read
-  std::vector<std::vector<CopyKey>> gathers;  // to start before this event, each list as one collective
-  StateMoves moves;                           // to do before this event
+  bool keep = false;                               // the copy stays for a later read
+  std::vector<std::vector<CopyKey>> gathers = {};  // to start before this event, each list as one collective
+  StateMoves moves = {};                           // to do before this event
 };
 
 // One order in which the program's events come: those of an iteration from the first read of its forward to the end of

@@ -73,7 +73,7 @@ TEST_F(Replay, ASkippedLayerIsAgreedOnAndItsCopyDropped) {
   const auto divergences = follower.takeDivergences();
   ASSERT_EQ(divergences.size(), 1U);
   EXPECT_EQ(divergences[0].difference, agreed[0]);
-  EXPECT_EQ(divergences[0].reads, (std::vector<ProgramEvent>{read(1), read(3), saved(3), saved(1)}));
+  EXPECT_EQ(divergences[0].events, (std::vector<ProgramEvent>{read(1), read(3), saved(3), saved(1)}));
 }
 
 TEST_F(Replay, AnAdditionalReadIsGatheredOnDemandAndTheOrderGoesOn) {

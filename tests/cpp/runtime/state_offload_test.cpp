@@ -29,13 +29,13 @@ TEST_P(StateOffloadTest, AStateIsTheSameTensorWithTheSameValuesWhereverItIs) {
   const at::Tensor square = at::full({6}, 2.0, at::kBFloat16);
   const void* const first = average.data_ptr();
   states_.set(7, {average, square}, "w");
-  states_.leave({7});
-  states_.letGo({7});
+  states_.move({.leave = {7}});
+  states_.move({.free = {7}});
   EXPECT_EQ(states_.bytesAway(), 36);
   EXPECT_NE(average.data_ptr(), first);
   EXPECT_TRUE(at::equal(average, at::arange(6, at::kFloat).view({2, 3})));
   const void* const host = average.data_ptr();
-  states_.fetch({7});
+  states_.move({.fetch = {7}});
   states_.require({7});
   EXPECT_EQ(states_.bytesAway(), 0);
   EXPECT_NE(average.data_ptr(), host);
@@ -51,13 +51,13 @@ TEST_P(StateOffloadTest, WhatIsRequiredIsThereHoweverFarItHasGone) {
   states_.set(1, {state}, "w");
   for (int round = 0; round < 4; ++round) {  // here, leaving, on the host, returning
     if (round > 0) {
-      states_.leave({1});
+      states_.move({.leave = {1}});
     }
     if (round > 1) {
-      states_.letGo({1});
+      states_.move({.free = {1}});
     }
     if (round > 2) {
-      states_.fetch({1});
+      states_.move({.fetch = {1}});
     }
     states_.require({1});
     state.add_(1);
@@ -71,11 +71,11 @@ TEST_P(StateOffloadTest, WhatIsRequiredIsThereHoweverFarItHasGone) {
 TEST_P(StateOffloadTest, MovesThatAreRepeatedOrUnknownDoNothing) {
   at::Tensor state = at::ones({10});
   states_.set(1, {state}, "w");
-  states_.letGo({1, 2});  // has not started to leave; is not known
-  states_.leave({1, 1, 2});
-  states_.letGo({1});
-  states_.leave({1});
-  states_.fetch({1, 1, 2});
+  states_.move({.free = {1, 2}});  // has not started to leave; is not known
+  states_.move({.leave = {1, 1, 2}});
+  states_.move({.free = {1}});
+  states_.move({.leave = {1}});
+  states_.move({.fetch = {1, 1, 2}});
   states_.require({1, 2});
   EXPECT_EQ(out(), 40);
   EXPECT_EQ(back(), 40);
@@ -85,12 +85,12 @@ TEST_P(StateOffloadTest, MovesThatAreRepeatedOrUnknownDoNothing) {
 TEST_P(StateOffloadTest, WhatIsOnItsWayBackTurnsRoundWithoutAnotherCopy) {
   at::Tensor state = at::full({1 << 14}, 3.0);
   states_.set(1, {state}, "w");
-  states_.leave({1});
-  states_.letGo({1});
+  states_.move({.leave = {1}});
+  states_.move({.free = {1}});
   const void* const host = state.data_ptr();
-  states_.fetch({1});
-  states_.leave({1});
-  states_.letGo({1});
+  states_.move({.fetch = {1}});
+  states_.move({.leave = {1}});
+  states_.move({.free = {1}});
   EXPECT_EQ(states_.bytesAway(), 4 << 14);
   EXPECT_EQ(state.data_ptr(), host);
   EXPECT_EQ(out(), 4 << 14);
@@ -101,14 +101,14 @@ TEST_P(StateOffloadTest, WhatIsOnItsWayBackTurnsRoundWithoutAnotherCopy) {
 TEST_P(StateOffloadTest, NothingReturnsBeforeItMay) {
   at::Tensor state = at::ones({10});
   states_.set(1, {state}, "w");
-  states_.leave({1});
-  states_.letGo({1});
+  states_.move({.leave = {1}});
+  states_.move({.free = {1}});
   states_.allowReturns(false);
-  states_.fetch({1});
+  states_.move({.fetch = {1}});
   EXPECT_EQ(back(), 0);
   EXPECT_EQ(states_.bytesAway(), 40);
   states_.allowReturns(true);
-  states_.fetch({1});
+  states_.move({.fetch = {1}});
   EXPECT_EQ(back(), 40);
 }
 
@@ -117,9 +117,9 @@ TEST_P(StateOffloadTest, AfterSettlingTheHostReadsEverything) {
   at::Tensor returning = at::full({1 << 14}, 5.0);
   states_.set(1, {leaving}, "a");
   states_.set(2, {returning}, "b");
-  states_.leave({1, 2});
-  states_.letGo({2});
-  states_.fetch({2});
+  states_.move({.leave = {1, 2}});
+  states_.move({.free = {2}});
+  states_.move({.fetch = {2}});
   states_.settle();
   EXPECT_EQ(leaving.min().item<float>(), 3);
   EXPECT_EQ(returning.min().item<float>(), 5);
@@ -130,13 +130,13 @@ TEST_P(StateOffloadTest, OtherTensorsForAParameterTakeThePlaceOfThoseBefore) {
   at::Tensor before = at::ones({10});
   at::Tensor after = at::full({10}, 2.0);
   states_.set(1, {before}, "w");
-  states_.leave({1});
+  states_.move({.leave = {1}});
   states_.set(1, {after}, "w");
   EXPECT_EQ(states_.bytesAway(), 0);
   EXPECT_EQ(before.sum().item<float>(), 10);
-  states_.leave({1});
+  states_.move({.leave = {1}});
   states_.set(1, {after}, "w");  // the same: still on its way
-  states_.letGo({1});
+  states_.move({.free = {1}});
   EXPECT_EQ(states_.bytesAway(), 40);
   states_.set(1, {}, "w");
   EXPECT_EQ(states_.bytesAway(), 0);
@@ -147,8 +147,8 @@ TEST_P(StateOffloadTest, HostMemoryThatIsUsedUpIsAnErrorAndTheStatesStayOnTheDev
   at::Tensor first = at::ones({100 << 10});
   at::Tensor second = at::ones({200 << 10});
   states_.set(1, {first, second}, "w");
-  EXPECT_HAS(errorOf([&] { states_.leave({1}); }), "offload_limit");
-  states_.letGo({1});
+  EXPECT_HAS(errorOf([&] { states_.move({.leave = {1}}); }), "offload_limit");
+  states_.move({.free = {1}});
   EXPECT_EQ(states_.bytesAway(), 0);
   states_.require({1});
   EXPECT_EQ(first.sum().item<float>(), 100 << 10);
@@ -157,8 +157,8 @@ TEST_P(StateOffloadTest, HostMemoryThatIsUsedUpIsAnErrorAndTheStatesStayOnTheDev
 TEST_P(StateOffloadTest, AnErrorOfACopyNamesTheParameterWhereItIsWaitedFor) {
   states_.set(1, {at::ones({2})}, "w");
   out_->run([] { fail("the host has no memory"); });
-  states_.leave({1});
-  EXPECT_EQ(errorOf([&] { states_.letGo({1}); }), "the host has no memory");
+  states_.move({.leave = {1}});
+  EXPECT_EQ(errorOf([&] { states_.move({.free = {1}}); }), "the host has no memory");
 }
 
 TEST_P(StateOffloadTest, StatesOfAnotherDeviceAreRefusedByTheNameOfTheirParameter) {

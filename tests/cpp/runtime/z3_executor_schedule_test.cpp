@@ -108,6 +108,65 @@ TEST_P(Z3Replay, ATensorThatTheProgramHoldsOutlivesItsDrop) {
   });
 }
 
+// A compiled graph of two parameters, by number: both are gathered at its beginning, 1 stays from its first read to its
+// second.
+std::shared_ptr<const StepSchedule> graphSchedule() {
+  const ProgramEvent begins{{}, ProgramEvent::Kind::BeginGraph, false};
+  return std::make_shared<const StepSchedule>(StepSchedule{{begins, false, {{key(0), key(1)}}},
+                                                           {access(1, false), true},
+                                                           {access(0, false), false},
+                                                           {access(1, false), false}});
+}
+
+void readCompiled(Z3CustomOpExecutor& graph, std::int64_t id) {
+  EXPECT_TRUE(at::equal(graph.gatherShard(id, std::nullopt, false, false, /*traced=*/true), valuesOf(id)));
+}
+
+TEST_P(Z3Replay, ACompiledGraphRunsByItsScheduleWhicheverParametersItIsCalledWith) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    const auto& stats = rank.context->stats;
+    std::int64_t gathered = 0;
+    for (const std::vector<std::int64_t>& params : {std::vector<std::int64_t>{1, 2}, {2, 3}}) {
+      graph->beginGraph(graphSchedule(), params, nullptr);
+      EXPECT_EQ(stats.gathers_fused.load(), gathered += 2);  // at its beginning
+      readCompiled(*graph, params[1]);
+      readForward(*graph, 1);  // the program's own read between has nothing to do with it
+      readCompiled(*graph, params[0]);
+      EXPECT_GT(rank.pool->live(), 0);
+      readCompiled(*graph, params[1]);
+      EXPECT_EQ(rank.pool->live(), 0);
+      readCompiled(*graph, 3);  // behind its end: on demand
+    }
+  });
+}
+
+TEST_P(Z3Replay, ACompiledGraphThatReadsAnotherParameterThanItsScheduleIsAnErrorThatNamesBoth) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    graph->beginGraph(graphSchedule(), {1, 2}, nullptr);
+    const std::string error = testing::errorOf([&] { readCompiled(*graph, 3); });
+    EXPECT_HAS(error, "reads parameter (id 3");
+    EXPECT_HAS(error, "where its schedule has parameter (id 2");
+    readCompiled(*graph, 3);  // the rest on demand
+    graph->beginGraph(nullptr, {}, nullptr);
+    readCompiled(*graph, 1);
+  });
+}
+
+TEST_P(Z3Replay, WhereTheWholeStepIsFollowedAGraphsOwnScheduleIsNot) {
+  runRanks(setup(), [](Rank& rank) {
+    const auto graph = graphOf(rank);
+    std::vector<std::string> agreed;
+    graph->follow(followerOf(agreed));
+    graph->beginGraph(graphSchedule(), {2, 3}, nullptr);
+    EXPECT_EQ(rank.context->stats.gathers_launched.load(), 0);
+    readCompiled(*graph, 1);
+    EXPECT_EQ(rank.context->stats.gathers_launched.load(), 2);
+    graph->follow(nullptr);
+  });
+}
+
 TEST_P(Z3Replay, BucketsAreReducedWhereThePlanSaysAndTheGradientsAreTheSame) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
