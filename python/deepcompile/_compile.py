@@ -180,15 +180,17 @@ def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
 
 
 def _keep_program_order(post_grad: ModuleType) -> None:
-    """In graphs without a backward Inductor moves nodes next to their users, past a release that has none."""
+    """In graphs without a backward Inductor moves nodes next to their users: a gather past another, which schedules have in
+    the graph's order, and whatever it likes past a release, which has no users.
+    """
     reorder = post_grad.reorder_for_locality
 
     @functools.wraps(reorder)
-    def reorder_unless_effects(graph: torch.fx.Graph) -> None:
-        if not any(node.target in EFFECTS for node in graph.nodes):
+    def reorder_unless_ordered(graph: torch.fx.Graph) -> None:
+        if not any(node.target in ORDERED for node in graph.nodes):
             reorder(graph)
 
-    vars(post_grad)["reorder_for_locality"] = reorder_unless_effects
+    vars(post_grad)["reorder_for_locality"] = reorder_unless_ordered
 
 
 def _releases_end_regions(pattern_matcher: ModuleType) -> None:

@@ -300,3 +300,21 @@ def fused_kernels(rank: int, world: int, sharded: bool) -> list[int]:
 def test_planned_graphs_have_few_more_kernels_than_unsharded_ones() -> None:
     ours, plain = run_ranks(2, fused_kernels, True)[0], run_ranks(1, fused_kernels, False)[0]
     assert ours[0] <= plain[0] + 2 and ours[1] <= plain[1] + 2, (ours, plain)
+
+
+def evaluates_by_inductor(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    model = Llama(layers=2, size=32)
+    batch = Llama.batch(seeded(rank))
+    with torch.no_grad():
+        expected = model(batch)
+        deepcompile.shard(model, config(3, "inductor"))
+        compiled = torch.compile(model, backend="deepcompile")
+        for _ in range(2):
+            assert torch.allclose(compiled(batch), expected, rtol=1e-5)
+    (step,) = sharding_of(model).planner.steps.values()
+    assert not step.trains and step.plan is not None and step.plan.schedules
+
+
+def test_an_evaluation_that_inductor_compiles_reads_in_the_order_of_its_schedule() -> None:
+    run_ranks(2, evaluates_by_inductor)

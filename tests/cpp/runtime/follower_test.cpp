@@ -156,7 +156,7 @@ TEST_F(Replay, APersistentParameterIsFollowedAtItsFirstReadAfterAnUpdateOnly) {
 }
 
 TEST_F(Replay, WithoutAnOrderThereIsNothingToFollow) {
-  EXPECT_HAS(testing::errorOf([&] { make({}); }), "at least one recorded order");
+  EXPECT_HAS(testing::errorOf([&] { make({}); }), "at least one schedule");
 }
 
 }  // namespace
