@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import hashlib
 import logging
+import pathlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -88,18 +91,25 @@ class _Compiled:
             _C.begin_graph(sharding.graph_id, schedule, [args[place] for place in self._shards])
         else:
             _C.begin_graph(sharding.graph_id, None, [])
-        return self._function(args)
+        try:
+            return self._function(args)
+        except BaseException:
+            _C.begin_graph(sharding.graph_id, None, [])  # what is read next is no part of this graph
+            raise
 
 
-def _places_of_shards(graph: fx.Graph, planned: Segments) -> list[int] | None:
-    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when its
-    reads are not the planned ones.
+def _places_of_shards(module: fx.GraphModule, planned: Segments) -> list[int] | None:
+    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when it
+    has other reads than the plan knows: branches (``torch.cond``) and nested regions are graphs of their own inside it.
     """
-    if reads_of(cut(graph)) != reads_of(planned):
+    graph = module.graph
+    parts = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
+    if any(has_gathers(part) for part in parts) or reads_of(cut(graph)) != reads_of(planned):
         return None
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    places = {name_of(node): inputs.index(node.args[0]) for node in graph.nodes if node.target is GATHER}
-    return [places[name] for name in slots_of(planned)]
+    inputs = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    places = {name_of(node): inputs.get(node.args[0]) for node in graph.nodes if node.target is GATHER}
+    found = [places.get(name) for name in slots_of(planned)]
+    return [place for place in found if place is not None] if None not in found else None
 
 
 class _Unit:
@@ -245,9 +255,14 @@ class _Unit:
                 step = self._step
             give_gradients(module.graph)
 
-            places = _places_of_shards(module.graph, step.graphs[phase])
+            places = _places_of_shards(module, step.graphs[phase])
             if places is None and step.plan is not None:
-                _log.warning("the %s of %s is not what was planned; it runs without a plan", phase, step.name)
+                _log.warning(
+                    "the %s of %s reads parameters that its plan does not know, as in a branch of torch.cond; what it "
+                    "reads is gathered on demand",
+                    phase,
+                    self.name,
+                )
             with self._said(phase), self._order:
                 function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
             return _Compiled(function, step, phase, self._sharding, places)
@@ -271,6 +286,17 @@ def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return other
 
 
+@functools.cache
+def _version_of_compiled_code() -> str:
+    """What Inductor makes of a graph also depends on how operators are lowered: code that another version has left in its
+    cache is not ours.
+    """
+    digest = hashlib.sha256()
+    for name in ("_backend", "_compile", "grouped_calls", "segments", "step_plan"):
+        digest.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _partitioner(unit: _Unit) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -281,7 +307,7 @@ def _partitioner(unit: _Unit) -> Any:
             return unit.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return "deepcompile"  # what it decides is in the graph's text
+            return f"deepcompile {_version_of_compiled_code()}"  # what it decides is in the graph's text
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -23,6 +23,8 @@ class ShardParameter(nn.Parameter):
     shard_name: str
     #: What it is a part of; None where this rank has all of it.
     origin: Origin | None = None
+    #: A copy is the program's own: the runtime does not gather from it.
+    is_copy = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.origin is not None:
@@ -31,11 +33,14 @@ class ShardParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        copied.origin = self.origin
+        copied.origin, copied.full_shape, copied.shard_name = self.origin, self.full_shape, self.shard_name
+        copied.is_copy = True
         return copied
 
     @property
     def data(self) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self.detach()  # of one version with the parameter
         plain: torch.Tensor = _get_data(self)
         if _asked_by_pytorch():
             return plain
@@ -45,7 +50,11 @@ class ShardParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
+        if not self.is_copy and (value.data_ptr(), value.dtype, value.shape) != (
+            self.data_ptr(),
+            self.dtype,
+            self.shape,
+        ):
             raise RuntimeError(
                 f"'{self.shard_name}'.data = ...: the runtime gathers from the memory of this rank's part, and no other can "
                 "be put in its place. Write into it: `with torch.no_grad(): param.copy_(value)` takes this rank's part, "
@@ -94,7 +103,24 @@ class ShardData(torch.Tensor):
 _WRITES = (
     "__setitem__",
     "__set__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+    *(
+        f"__i{name}__"
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "matmul",
+        )
+    ),
 )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -173,10 +174,24 @@ def cut(graph: fx.Graph, fuses: bool = True) -> Segments:
         segment.nodes.append(node)
         segment.seconds += estimated_seconds(node)
         segment.workspace = max(segment.workspace, live[node])
+    for param in read_once(segments):
+        using = [index for index, segment in enumerate(segments) if param in segment.uses]
+        for segment in segments[using[0] : using[-1] + 1]:
+            segment.uses += [param] if param not in segment.uses else []
     output = next(node for node in graph.nodes if node.op == "output")
     for source in output.all_input_nodes:  # a parameter that the graph returns is used to its end
         segments[-1].uses += [name for name in roots.get(source, ()) if name not in segments[-1].uses]
     return Segments(params, segments, roots)
+
+
+#: A parameter that more segments of a graph use (a recurrence, a layer that is applied again and again) is read once, and
+#: stays from its first to its last use: each read ends what a compiler fuses, and what is computed from it is computed anew.
+MOST_READS = 4
+
+
+def read_once(segments: Iterable[Segment]) -> set[str]:
+    uses = Counter(param for segment in segments for param in segment.uses)
+    return {param for param, count in uses.items() if count > MOST_READS}
 
 
 def _gathered_param(gather: fx.Node) -> GatheredParam:
@@ -244,6 +259,7 @@ __all__ = [
     "cut",
     "has_gathers",
     "mark_params",
+    "read_once",
     "small_params",
     "structure_hash",
 ]

@@ -13,7 +13,7 @@ from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile._load import _C
-from deepcompile.segments import GATHER, Segments, cut, name_of, small_params
+from deepcompile.segments import GATHER, Segments, cut, name_of, read_once, small_params
 from deepcompile.state_moves import Moves, Schedule, placed_moves, state_schedule
 from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, first_nodes
 
@@ -220,13 +220,17 @@ class GraphRead:
 
 
 def reads_of(segments: Segments) -> list[GraphRead]:
-    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it, of
-    the small ones once, at the beginning. A read in the middle of a segment would keep a compiler from fusing across it.
+    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it (in
+    the first, where many do), of the small ones once, at the beginning. A read in the middle of a segment would keep a
+    compiler from fusing across it.
     """
-    small = small_params(segments.params.values())
+    small, once = small_params(segments.params.values()), read_once(segments.segments)
     uses = [(index, param) for index, segment in enumerate(segments.segments) for param in segment.uses]
-    first = [GraphRead(0, param) for param in dict.fromkeys(param for _, param in uses) if param in small]
-    return [*first, *(GraphRead(index, param) for index, param in uses if param not in small)]
+    reads: dict[object, GraphRead] = {param: GraphRead(0, param) for _, param in uses if param in small}
+    for index, param in uses:
+        if param not in small:
+            reads.setdefault(param if param in once else (index, param), GraphRead(index, param))
+    return list(reads.values())
 
 
 def with_reads(old: fx.Graph) -> fx.Graph:
@@ -293,6 +297,7 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
     """What the runtime does at each event of a compiled graph: at its beginning, and at each of its reads."""
     reads, slots = reads_of(segments), slots_of(segments)
     small = small_params(segments.params.values())
+    once = small | read_once(segments.segments)
     backward = phase == BACKWARD
 
     def key(param: str) -> Key:
@@ -313,7 +318,7 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
     begun = 0
     for place, read in enumerate(reads):
         takes = [take for take in graph_plan.takes if take.param == read.param]
-        if read.param in small:
+        if read.param in once:  # the graph holds it to its last use
             keep = bool(takes) and takes[-1].keep
         else:
             take = next((one for one in takes if one.segment <= read.segment <= one.last), None)

@@ -50,7 +50,8 @@ void refuseUseAsParameter(const at::Tensor& gathered, std::shared_ptr<const std:
 
 void refuseDirectGradients(const at::Tensor& shard, std::string message) {
   shard.register_hook([message = std::move(message)](const at::Tensor& gradient) {
-    check(!gradient.defined(), [&] { return message; });
+    // Operators that hold a graph of their own (torch.cond) give zeros for inputs that have no gradient.
+    check(!gradient.defined() || !gradient.any().item<bool>(), [&] { return message; });
   });
 }
 

@@ -16,9 +16,9 @@ namespace dc {
 void refuseUseAsParameter(const at::Tensor& gathered, std::shared_ptr<const std::string> label,
                           std::shared_ptr<LateError> late);
 
-// A gradient that autograd brings to the shard itself is an error with this message: gradients of gathered copies are
-// reduced and never come here, so the program has computed with a rank's part. `shard` is a leaf that requires a
-// gradient. Once is enough.
+// A gradient other than zero that autograd brings to the shard itself is an error with this message: gradients of
+// gathered copies are reduced and never come here, so the program has computed with a rank's part. `shard` is a leaf
+// that requires a gradient. Once is enough.
 void refuseDirectGradients(const at::Tensor& shard, std::string message);
 
 }  // namespace dc

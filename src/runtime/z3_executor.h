@@ -82,8 +82,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void follow(std::shared_ptr<ScheduleFollower> follower);
   const std::shared_ptr<ScheduleFollower>& follower() const { return follower_; }
   // A compiled graph begins to run. Its reads follow `schedule` (null: none) unless there is a follower, which knows
-  // the whole step. The schedule's numbers stand for these `params`: equal layers may share a graph. `states` moves what
-  // the schedule moves.
+  // the whole step. The schedule's numbers stand for these `params`: equal layers may share a graph. `states` moves
+  // what the schedule moves.
   void beginGraph(std::shared_ptr<const StepSchedule> schedule, std::vector<std::int64_t> params,
                   std::shared_ptr<StateOffload> states);
   // Ends a cycle that no backward has ended.

@@ -318,3 +318,86 @@ def evaluates_by_inductor(rank: int, world: int) -> None:
 
 def test_an_evaluation_that_inductor_compiles_reads_in_the_order_of_its_schedule() -> None:
     run_ranks(2, evaluates_by_inductor)
+
+
+class Branches(nn.Module):
+    """Reads a parameter inside a branch, which is a graph inside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.w(x))
+        (h,) = torch.cond(h.sum() > -1e9, lambda y: (self.u(y),), lambda y: (self.u(y) * 2,), (h,))
+        return self.v(h)
+
+
+class Recurrent(nn.Module):
+    """Two layers that are applied again and again."""
+
+    def __init__(self, steps: int = 6) -> None:
+        super().__init__()
+        self.inner, self.outer, self.steps = nn.Linear(80, 80), nn.Linear(80, 80), steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.steps):
+            x = torch.tanh(self.inner(torch.tanh(self.outer(x)))) + x
+        return x
+
+
+def reads_in_other_ways(rank: int, world: int, kind: type[nn.Module], size: int, backend: str) -> dict[str, int]:
+    torch.manual_seed(1)
+    model, plain = kind(), kind()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(3, size, generator=seeded())
+    deepcompile.shard(model, config(3, backend))
+    compiled = torch.compile(model, backend="deepcompile")
+    for _ in range(3):
+        expected, found = plain(x), compiled(x)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+        expected.square().mean().backward()
+        found.square().mean().backward()
+    whole = {name: param.grad for name, param in plain.named_parameters()}
+    for sharded in sharding_of(model).params:
+        own = sharding_of(model).slice_of(sharded, whole[sharded.name])
+        assert torch.allclose(sharded.param.grad, own.view(-1), rtol=1e-3, atol=1e-5), sharded.name
+    step = sharding_of(model).planner.training_step()
+    return {phase: len(reads_of(step.graphs[phase])) for phase in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_layer_that_is_applied_again_and_again_is_read_once(backend: str) -> None:
+    for reads in run_ranks(2, reads_in_other_ways, Recurrent, 80, backend):
+        assert reads == {"forward": 4, "backward": 2}
+
+
+def test_a_parameter_that_a_branch_reads_is_gathered_on_demand() -> None:
+    run_ranks(2, reads_in_other_ways, Branches, 8, "aot_eager")
+
+
+def fails_in_the_middle(rank: int, world: int) -> None:
+    @torch.library.custom_op("tests::fails", mutates_args=())
+    def fails(x: torch.Tensor, really: bool) -> torch.Tensor:
+        if really:
+            raise ValueError("as asked")
+        return x.clone()
+
+    fails.register_fake(lambda x, really: torch.empty_like(x))
+    first, second = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 8)
+    for model in (first, second):
+        deepcompile.shard(model, config(3))
+    alone = torch.compile(lambda x: first[1](fails(first[0](x), True)), backend="deepcompile")
+    both = torch.compile(lambda x: second(first[1](x)), backend="deepcompile")
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="as asked"):
+            alone(x)
+        expected = [deepcompile.full_state_dict(model) for model in (first, second)]
+        middle = torch.nn.functional.linear(x, expected[0]["1.weight"], expected[0]["1.bias"])
+        last = torch.nn.functional.linear(middle, expected[1]["weight"], expected[1]["bias"])
+        assert torch.allclose(both(x), last, rtol=1e-5)
+
+
+def test_a_graph_that_fails_in_its_middle_leaves_no_schedule_to_the_next() -> None:
+    run_ranks(2, fails_in_the_middle)

@@ -4,6 +4,7 @@ or an error that names the parameter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -313,6 +314,25 @@ def reads_data(rank: int, world: int) -> None:
 
 def test_reading_data_changes_nothing() -> None:
     run_ranks(2, reads_data)
+
+
+def uses_copies_and_compiled_data(rank: int, world: int) -> None:
+    loop = Loop("off", 1)
+    param = entry(loop.model, "a.weight")
+    copied = copy.deepcopy(param)
+    assert copied.full_shape == param.full_shape
+    copied.data = torch.zeros_like(copied)  # the program's own
+    assert not copied.any() and param.any()
+
+    @torch.compile(backend="aot_eager")
+    def average(mean: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(mean, value.data, 0.5)
+
+    assert torch.equal(average(torch.zeros(param.shape), param), param.detach() / 2)
+
+
+def test_copies_of_parameters_and_data_in_compiled_code_are_as_in_pytorch() -> None:
+    run_ranks(2, uses_copies_and_compiled_data)
 
 
 # -- the old spectral norm ----------------------------------------------------------------------------------------------
