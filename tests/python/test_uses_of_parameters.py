@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import deepcompile
+from deepcompile.sharding import sharding_of
 from harness import run_ranks, where_ranks_run
 from models import seeded
 
@@ -78,8 +79,7 @@ class Loop:
             self.engine.step()
 
     def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
+        sharding_of(self.model).close()
 
 
 def loops(stage: int, **options: Any) -> Iterator[tuple[str, Loop]]:
