@@ -280,10 +280,8 @@ def with_reads(old: fx.Graph) -> fx.Graph:
 
 
 Key = tuple[int, torch.dtype]
-ScheduledEvent = tuple[
-    tuple[int, torch.dtype, str, bool], bool, list[list[Key]], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-]
-_NO_MOVES: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
+_StateMoves = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+ScheduledEvent = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]], _StateMoves]
 
 
 def slots_of(segments: Segments) -> list[str]:
@@ -303,14 +301,17 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
     def key(param: str) -> Key:
         return slots.index(param), segments.params[param].dtype
 
-    def at(segment: int) -> tuple[list[list[Key]], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        planned = [one.params for one in graph_plan.launches if one.segment == segment]
+    def until(segment: int, since: int) -> tuple[list[list[Key]], _StateMoves]:
+        """What the plan has behind the beginning of segment ``since``: a segment that reads nothing has no event."""
+        planned = [one.params for one in graph_plan.launches if since < one.segment <= segment]
         gathers = [[key(param) for param in params if param not in small] for params in planned]
-        moves = next((one for index, one in graph_plan.moves if index == segment), None)
-        gathers = [together for together in gathers if together]
-        return gathers, (moves.leave, moves.free, moves.fetch) if moves is not None else _NO_MOVES
+        moves = [one for index, one in graph_plan.moves if since < index <= segment]
+        leave, free, fetch = (
+            tuple(state for one in moves for state in getattr(one, name)) for name in ("leave", "free", "fetch")
+        )
+        return [together for together in gathers if together], (leave, free, fetch)
 
-    gathers, moves = at(0)
+    gathers, moves = until(0, since=-1)
     at_once = [key(read.param) for read in reads if read.param in small]
     events: list[ScheduledEvent] = [
         ((-1, torch.float32, "graph", backward), False, [at_once, *gathers] if at_once else gathers, moves)
@@ -324,9 +325,8 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
             take = next((one for one in takes if one.segment <= read.segment <= one.last), None)
             again = next((later.segment for later in reads[place + 1 :] if later.param == read.param), None)
             keep = take is not None and (take.keep if again is None or again > take.last else True)
-        here = at(read.segment) if read.segment > begun else ([], _NO_MOVES)
+        events.append(((*key(read.param), "read", backward), keep, *until(read.segment, since=begun)))
         begun = read.segment
-        events.append(((*key(read.param), "read", backward), keep, *here))
     return events
 
 

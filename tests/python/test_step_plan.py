@@ -122,6 +122,10 @@ def schedules(rank: int, world: int) -> None:
         event("wb", False, "wa", moves=((1,), (2,), ())),
         event("wa", False),
     ]
+    # A segment that reads nothing, here the second, has no event: the next read does what the plan has there.
+    silent = dataclasses.replace(segments, segments=[dataclasses.replace(one) for one in segments.segments])
+    silent.segments[2].uses = []
+    assert graph_schedule(again, silent, FORWARD)[-1] == event("wa", False, "wa", moves=((1,), (2,), ()))
     # What is taken once stays from its first read to its last.
     stays = GraphPlan(takes=(Take(1, "wa", False, 3), Take(1, "norm", False, 1), Take(2, "wb", True, 2)), launches=())
     assert graph_schedule(stays, segments, FORWARD) == [
