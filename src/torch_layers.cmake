@@ -30,34 +30,39 @@ add_library(
   runtime/device_kernels.cpp
   runtime/device_stream.cpp
   runtime/executor.cpp
-  runtime/executor_order.cpp
-  runtime/executor_settling.cpp
   runtime/follower.cpp
   runtime/gathered.cpp
+  runtime/gradient_order.cpp
+  runtime/gradient_presence.cpp
+  runtime/gradient_reducer.cpp
+  runtime/gradient_reductions.cpp
+  runtime/gradient_settling.cpp
+  runtime/graph_members.cpp
   runtime/graph_table.cpp
   runtime/host_copies.cpp
   runtime/host_memory.cpp
   runtime/host_moves.cpp
+  runtime/local_gradients.cpp
   runtime/param.cpp
+  runtime/parameter_gatherer.cpp
   runtime/parameter_misuse.cpp
+  runtime/parameter_passes.cpp
+  runtime/parameter_reads.cpp
   runtime/raw_tensor.cpp
-  runtime/recorder.cpp
   runtime/reduce_bucket.cpp
   runtime/reduction_order.cpp
   runtime/registry.cpp
   runtime/runtime.cpp
+  runtime/scheduled_reads.cpp
   runtime/shards_in_place.cpp
   runtime/state_offload.cpp
+  runtime/step_trace.cpp
   runtime/stream.cpp
   runtime/tensor_offload.cpp
   runtime/tensor_text.cpp
-  runtime/timeline.cpp
   runtime/unsettled.cpp
   runtime/watchdog.cpp
-  runtime/local_gradients.cpp
-  runtime/z3_executor.cpp
-  runtime/z3_executor_gathers.cpp
-  runtime/z3_executor_reads.cpp)
+  runtime/z3_executor.cpp)
 # As objects, not as archives: what others call of them must be seen (see --exclude-libs).
 target_sources(deepcompile PRIVATE $<TARGET_OBJECTS:dc_base> $<TARGET_OBJECTS:dc_shm>)
 target_link_libraries(deepcompile PRIVATE dc_flags Highway::hwy Threads::Threads PUBLIC PythonTorch::torch)
@@ -66,7 +71,7 @@ target_precompile_headers(deepcompile PRIVATE torch_headers.h)
 # The Python module: one small file per subject.
 Python_add_library(_C MODULE WITH_SOABI bindings/module.cpp bindings/direct_calls.cpp bindings/inference_call.cpp
                    bindings/runtime.cpp bindings/saved_tensors.cpp bindings/schedule.cpp bindings/shm.cpp
-                   bindings/state_offload.cpp)
+                   bindings/state_offload.cpp bindings/step_trace.cpp)
 target_link_libraries(_C PRIVATE dc_flags deepcompile PythonTorch::torch_python)
 target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
 target_precompile_headers(_C PRIVATE bindings/python_headers.h)

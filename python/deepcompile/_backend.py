@@ -85,7 +85,7 @@ class _Compiled:
         step.ran_in = sharding.steps_begun
         if sharding.calls is not None and step.trains:
             sharding.calls.append(CompiledCall(step, self._phase))
-            _C.note_call(sharding.graph_id, self._phase == BACKWARD)
+            sharding.runtime.trace.begin_graph(self._phase == BACKWARD)
         schedule = step.plan.schedules.get(self._phase) if step.plan is not None else None
         if schedule is not None and self._shards is not None:
             _C.begin_graph(sharding.graph_id, schedule, [args[place] for place in self._shards])

@@ -18,11 +18,12 @@ from deepcompile.agreement import Agreement
 from deepcompile.compiled_graph_file import load_variants, variants_text
 from deepcompile.planning import RecordedOptions
 from deepcompile.recorded_ops import ModelRecord, RecordedOps, dtype_name
-from deepcompile.recorded_step import Read, across_graphs, cycles_of, flushes, reads_key, schedule
+from deepcompile.recorded_step import Read, across_graphs, cycles_of, reads_key, schedule
 from deepcompile.replay_planning import Variant, new_agreement, plan_cycles
-from deepcompile.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
+from deepcompile.report import Explanation, predicted_exposed, step_rows
 from deepcompile.sharding import Sharding
 from deepcompile.step_graph import FORWARD
+from deepcompile.step_trace import TraceFile
 
 _log = logging.getLogger("deepcompile")
 
@@ -58,25 +59,19 @@ class CompiledGraph:
         self._agreement = agreement
         self._model = ModelRecord.of(sharding)
         self._keys = {s.name: (s.id, s.read_dtype) for s in sharding.params}
-        names = {s.id: s.name for s in sharding.params}
-        self._names = names
         self._follower = _C.ScheduleFollower(
             [schedule(variant.cycle, variant.step, self._keys) for variant in variants],
             {s.id for s in sharding.params if s.leaf},
             {s.id for s in sharding.params if s.persistent},
             self._agree_on_difference,
-            names,
+            sharding.names,
         )
-        self._flushes: list[bool] | None = None  # known when the first backward has shown the order of gradients
         self._kinds: Counter[str] = Counter()  # divergences by what was read
         self._awaited: Counter[str] = Counter()  # for each kind, iterations that were recorded since it came
         self._refused: set[str] = set()  # kinds for which there is no plan
         self._said: set[str] = set()
-        self._trace_to: str | None = None
-        self._records = False
-        self._began = 0  # when the recording did
-        #: False while somebody else uses the runtime's timeline.
-        self.may_record = True
+        self._trace_file: TraceFile | None = None
+        self._recording: recording.Recording | None = None
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -124,24 +119,16 @@ class CompiledGraph:
         self._require_ready()
         graph_id = self._sharding.graph_id
         _executing.add(graph_id)
-        self._records = self.may_record and self._wants_variant()
-        if self._records:
-            self._began = recording.start(self._sharding, compiled=self._compiled)
-        elif self._trace_to is not None:
-            self._sharding.runtime.take_timeline()
-            self._sharding.runtime.record_timeline(True)
-        _C.plan_flushes(graph_id, self._planned_flushes())
+        if self._wants_variant():
+            self._recording = recording.Recording(self._sharding, compiled=self._compiled)
+        if self._trace_file is not None:
+            self._trace_file.begin(self._sharding.runtime)
+        step = self._variants[0].step
+        if step.plan is not None:
+            self._sharding.planner.place_reductions([step.plan])
         _C.follow(graph_id, self._follower)
         self._sharding.planner.use_budget(self._options.budget)
         self._sharding.runtime.hold_shards()
-
-    def _planned_flushes(self) -> list[bool]:
-        order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
-        if self._flushes is None and order:
-            sizes = {s.name: s.numel for s in self._sharding.params}
-            # Where nothing overlaps the fewest reductions are the best.
-            self._flushes = [] if self._sharding.collectives_stop_compute else flushes(self._planned, order, sizes)
-        return self._flushes or []
 
     def deactivate(self) -> None:
         graph_id = self._sharding.graph_id
@@ -149,30 +136,30 @@ class CompiledGraph:
         _executing.discard(graph_id)
         if self._sharding.is_open:
             _C.follow(graph_id, None)
-            _C.plan_flushes(graph_id, [])
+            self._sharding.planner.place_reductions()
 
     def after_iteration(self) -> None:
         """Looks at what differed; every rank calls it at the same point."""
         divergences = [
             (
                 difference,
-                reads_key(Read(self._names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads),
+                reads_key(
+                    Read(self._sharding.names[id], dtype_name(dtype), kind, back) for id, dtype, kind, back in reads
+                ),
             )
             for difference, reads in self._follower.take_divergences()
         ]
         ops = None
-        if self._records:
-            self._records = False
+        if self._recording is not None:
             self._awaited.update(key for key in self._kinds if self._awaits(key))
             if any(self._kinds[key] + 1 >= SAME_KIND for _, key in divergences):
-                ops = recording.stop(self._sharding, self._began)
+                ops = self._recording.stop()
             else:
-                recording.drop(self._sharding)
-        elif self._trace_to is not None:
-            self._sharding.runtime.record_timeline(False)
-            events = trace_events(self._sharding, self._sharding.runtime.take_timeline())
-            write_trace(self._trace_to, events)
-            self._trace_to = None
+                self._recording.drop()
+            self._recording = None
+        if self._trace_file is not None:
+            self._trace_file.write(self._sharding.names, self._sharding.rank)
+            self._trace_file = None
         for difference, key in divergences:
             self._kinds[key] += 1
             self._awaited.pop(key, None)
@@ -325,7 +312,7 @@ class CompiledGraph:
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the next executed iteration to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = trace_path(path)
+        self._trace_file = TraceFile(path)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

@@ -242,15 +242,10 @@ class Runtime:
         """Sums ``tensor``, in place, over the ranks; on a device without stopping the host. Every rank calls it."""
         self._native.sum_over_ranks(tensor)
 
-    def record_timeline(self, on: bool) -> None:
-        """While on, :meth:`take_timeline` tells what happened when."""
-        self._native.record_timeline(on)
-
-    def take_timeline(self) -> list[tuple[str, int, int, int, int]]:
-        """(kind, id, bytes, start, end) since the last call, in nanoseconds of the steady clock. Kinds: ``take`` and
-        ``grad`` are calls of the program, ``gather`` and ``reduce`` are collectives on their channels.
-        """
-        return self._native.take_timeline()
+    @property
+    def trace(self) -> _C.StepTrace:
+        """The log of what happens; :class:`deepcompile.step_trace.TraceReader` reads it."""
+        return self._native.trace
 
     def stats(self) -> dict[str, Any]:
         """What this rank did, in numbers (docs/runtime.md lists them)."""

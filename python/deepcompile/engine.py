@@ -25,10 +25,11 @@ from deepcompile.engine_surface import EngineSurface
 from deepcompile.joint_profile import JointProfile
 from deepcompile.loss_scale import LossScale
 from deepcompile.profile import Profile
-from deepcompile.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
+from deepcompile.report import Explanation, StepTimes, explain
 from deepcompile.schedule_state import ScheduleState
 from deepcompile.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.state_offload import StateOffload
+from deepcompile.step_trace import TraceFile
 
 _log = logging.getLogger("deepcompile")
 
@@ -69,7 +70,7 @@ class Engine(EngineSurface):
         self.offload: StateOffload | None = None
         if optimizer is not None and config.offloads_states and self.sharding.runtime.host_is_apart:
             self.offload = self.sharding.offload = StateOffload(self.sharding, optimizer, config)
-        self._trace_to: str | None = None
+        self._trace_file: TraceFile | None = None
         self.times = StepTimes()
         self._forward: Callable[..., Any] = model
         self.profile: Profile | ReplayProfile = Profile(self.sharding, 0)
@@ -235,10 +236,9 @@ class Engine(EngineSurface):
             self.times.begin(self.sharding.runtime.wait_seconds())
             if self.offload is not None and self.optimizer is not None:
                 self.offload.begin_step(self.optimizer)
-            self.profile.begin_step(self._trace_to is not None)
-            if self._trace_to is not None:
-                self.sharding.runtime.take_timeline()
-                self.sharding.runtime.record_timeline(True)
+            self.profile.begin_step()
+            if self._trace_file is not None:
+                self._trace_file.begin(self.sharding.runtime)
 
     def _refuse_others_trained(self) -> None:
         names = self.sharding.changed_trainable()
@@ -271,10 +271,9 @@ class Engine(EngineSurface):
             self.drift.forget()
             if self.sharding.rank == 0:
                 _log.info("%s", self.profile.line(changed))
-        elif self._trace_to is not None and self.profile.done:
-            self.sharding.runtime.record_timeline(False)
-            write_trace(self._trace_to, trace_events(self.sharding, self.sharding.runtime.take_timeline()))
-            self._trace_to = None
+        elif self._trace_file is not None and self.profile.done:
+            self._trace_file.write(self.sharding.names, self.sharding.rank)
+            self._trace_file = None
         if not isinstance(self.profile, Profile) or not self.profile.done or self.profile.why_not:
             self.drift.leave_out()
         elif self.drift.noticed():
@@ -385,7 +384,7 @@ class Engine(EngineSurface):
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Records the next step (after the profile is done) and writes it to ``path`` for Perfetto or chrome://tracing."""
-        self._trace_to = trace_path(path)
+        self._trace_file = TraceFile(path)
 
     def stats(self) -> dict[str, Any]:
         return self.sharding.runtime.stats()

@@ -27,8 +27,7 @@ class ReplayProfile:
         self._wanted = iterations
         self._steps = 0
         self._recordings: list[RecordedOps] = []
-        self._recording = False
-        self._began = 0  # when the recording did
+        self._recording: recording.Recording | None = None
         self._active = False
         self.graph: CompiledGraph | None = None
         self.done = False
@@ -40,19 +39,15 @@ class ReplayProfile:
 
     def stop(self) -> None:
         """Nothing is recorded or followed from here on. Between steps, or after a forward that nobody took a backward of."""
-        if self._recording:
-            self._recording = False
-            recording.drop(self._sharding)
+        if self._recording is not None:
+            self._recording.drop()
+            self._recording = None
         if self._active:
             self._stop()
 
-    def begin_step(self, traces: bool) -> None:
-        """``traces``: the engine uses the runtime's timeline in this step."""
-        if self.graph is not None:
-            self.graph.may_record = not traces
-        elif not self.done and self._steps > 0:  # in the first step ranks agree and buffers are made
-            self._recording = True
-            self._began = recording.start(self._sharding, compiled=self.records_compiled)
+    def begin_step(self) -> None:
+        if not self.done and self._steps > 0:  # in the first step ranks agree and buffers are made
+            self._recording = recording.Recording(self._sharding, compiled=self.records_compiled)
 
     def start_forward(self) -> None:
         if self.graph is None or self._active:  # several forwards before one backward are one iteration, as recorded
@@ -94,9 +89,9 @@ class ReplayProfile:
             self.graph.explain_failure(error)
 
     def end_step(self) -> None:
-        if self._recording:
-            self._recording = False
-            self._recordings.append(recording.stop(self._sharding, self._began))
+        if self._recording is not None:
+            self._recordings.append(self._recording.stop())
+            self._recording = None
         self._steps += 1
 
     def ready(self) -> bool:

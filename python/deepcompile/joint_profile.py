@@ -28,7 +28,7 @@ class JointProfile(ReplayProfile):
         self._taken = 0  # bytes of activations and of what one part needs beside them, at most in one micro-batch
 
     def end_step(self) -> None:
-        if self._recording:
+        if self._recording is not None:
             self._note_taken()
         super().end_step()
 

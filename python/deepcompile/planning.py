@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
@@ -192,7 +192,7 @@ class StepPlanner:
         self._plan(step)
         self._agree(step, f"graph {key}", "compiled a new graph")
         self.steps[key] = step
-        self._place_reductions()
+        self.place_reductions()
         return step
 
     def _agree_on_sizes(self, step: Step, what: str, said: str) -> BatchSizes:
@@ -273,7 +273,7 @@ class StepPlanner:
         assert step.recorded is not None
         graph = planner.StepGraph(graph_text, step.name)
         loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
-        step.plan = step_plan(loaded, step.graphs, self._facts)
+        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._facts), self._facts)
 
     def _agree(self, step: Step, what: str, said: str) -> None:
         """All ranks plan the same, or none: where one has no plan, all run as without one."""
@@ -301,14 +301,17 @@ class StepPlanner:
             return False
         return not self._sharding.collectives_stop_compute or self._config.memory_budget is not None
 
-    def _place_reductions(self) -> None:
-        """Tells the runtime which gradients to reduce together."""
+    def place_reductions(self, plans: Sequence[StepPlan] | None = None) -> None:
+        """Tells the runtime which gradients to reduce together from the next backward on: as ``plans`` have it; where None,
+        as those of the compiled graphs.
+        """
         if not self.plans_reductions:
             return
+        if plans is None:
+            plans = [step.plan for step in self.steps.values() if step.trains and step.plan is not None]
         ids = {sharded.name: sharded.id for sharded in self._sharding.params}
-        planned = [step.plan for step in self.steps.values() if step.trains and step.plan is not None]
-        buckets = [[ids[name] for name in bucket] for plan in planned for bucket in plan.reductions]
-        in_flight = max((plan.reductions_in_flight for plan in planned), default=2)
+        buckets = [[ids[name] for name in bucket] for plan in plans for bucket in plan.reductions]
+        in_flight = max((plan.reductions_in_flight for plan in plans), default=2)
         self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets, in_flight)
 
     def _may_keep(self, step: Step) -> bool:
@@ -350,7 +353,7 @@ class StepPlanner:
             step.plan = plan_before  # on all ranks; it is safe
             return False
         step.measured = True
-        self._place_reductions()
+        self.place_reductions()
         if step.plan.graphs == before:
             return False
         self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
@@ -378,7 +381,25 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
     planned = inputs.plan(micro_batches=1)
     if options.prefetch_ahead is not None:
         planned = planner.limit_prefetch(planned, options.prefetch_ahead)
-    return step_plan(planned, inputs.graphs, inputs.facts)
+    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.facts), inputs.facts)
+
+
+#: Reductions of recorded steps are put together until each has at least this part of all gradients: curves that were
+#: measured at few sizes promise too much of small ones.
+_SMALLEST_PART = 16
+
+
+def _with_larger_reductions(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
+    every = sum(facts[name].grad_bytes for bucket in plan.reductions for name in bucket)
+    larger: list[tuple[str, ...]] = []
+    held: list[str] = []
+    for bucket in plan.reductions:
+        held += bucket
+        if _SMALLEST_PART * sum(facts[name].grad_bytes for name in held) >= every:
+            larger.append(tuple(held))
+            held = []
+    plan.reductions = (*larger, tuple(held)) if held else tuple(larger)
+    return plan
 
 
 __all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner"]

@@ -21,13 +21,12 @@ from deepcompile.planning import Step
 from deepcompile.report import one_line
 from deepcompile.step_graph import BACKWARD, FORWARD
 from deepcompile.step_plan import GraphRead, reads_of
+from deepcompile.step_trace import TraceEntry, TraceReader
 
 if TYPE_CHECKING:
     from deepcompile.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
-
-Span = tuple[str, int, int, int, int]
 
 
 @dataclasses.dataclass
@@ -38,7 +37,7 @@ class Iteration:
     forward_end: int = 0
     backward_start: int = 0
     backward_end: int = 0
-    spans: list[Span] = dataclasses.field(default_factory=list)
+    entries: list[TraceEntry] = dataclasses.field(default_factory=list)
 
 
 class Profile:
@@ -49,6 +48,7 @@ class Profile:
         self._wanted = iterations
         self._seen = 0
         self._current: Iteration | None = None
+        self._reader: TraceReader | None = None  # of the iteration that runs
         self._finished: list[Iteration] = []
         self._updates: list[int] = []  # nanoseconds
         self.done = iterations == 0
@@ -64,7 +64,7 @@ class Profile:
     def _recording(self) -> bool:
         return not self.done and self._seen > 0  # in the first iteration compilers run
 
-    def begin_step(self, traces: bool) -> None:
+    def begin_step(self) -> None:
         if not self.done and self._seen == 0:
             self._sharding.calls = []
 
@@ -87,8 +87,8 @@ class Profile:
 
     def start_forward(self) -> None:
         if self._recording:
-            self._sharding.runtime.take_timeline()
-            self._sharding.runtime.record_timeline(True)
+            self._stop_reading()
+            self._reader = TraceReader(self._sharding.runtime)
             self._current = Iteration(self._now())
 
     def end_forward(self) -> None:
@@ -102,12 +102,18 @@ class Profile:
     def end_backward(self) -> None:
         if self._current is not None:
             self._current.backward_end = self._now()
-            self._current.spans = self._sharding.runtime.take_timeline()
-            self._sharding.runtime.record_timeline(False)
+            assert self._reader is not None
+            self._current.entries = self._reader.stop().entries
+            self._reader = None
             self._finished.append(self._current)
             self._current = None
         if not self.done:
             self._seen += 1
+
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.drop()
+            self._reader = None
 
     def again(self) -> None:
         """Measures anew. The first iteration is left out as ever."""
@@ -127,7 +133,7 @@ class Profile:
     def plan(self) -> bool:
         """Plans from the measurements. Every rank calls it at the same point. True when the plan changed."""
         self.done = True
-        self._sharding.runtime.record_timeline(False)
+        self._stop_reading()
         step = self._sharding.planner.training_step()
         own: Any = None
         if step is None or step.plan is None:
@@ -147,7 +153,7 @@ class Profile:
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
         assert step.plan is not None
-        names = {sharded.id: sharded.name for sharded in self._sharding.params}
+        names = self._sharding.names
         inline = self._sharding.collectives_stop_compute
         samples: dict[str, list[list[float]]] = {FORWARD: [], BACKWARD: []}
         for iteration in self._finished:
@@ -155,14 +161,14 @@ class Profile:
                 (FORWARD, iteration.forward_start, iteration.forward_end),
                 (BACKWARD, iteration.backward_start, iteration.backward_end),
             ):
-                spans = [s for s in iteration.spans if begin <= s[3] <= end]
+                entries = [entry for entry in iteration.entries if begin <= entry.start <= end]
                 found = segment_seconds(
                     reads_of(step.graphs[phase]),
-                    [(names[s[1]], s[3], s[4]) for s in spans if s[0] == "take"],
+                    [(names[e.id], e.start, e.end) for e in entries if e.kind == "read"],
                     begin,
                     end,
                     step.seconds[phase],
-                    [(s[3], s[4]) for s in spans if inline and s[0] in ("gather", "reduce")],
+                    [(e.start, e.end) for e in entries if inline and e.kind in ("gather", "reduction")],
                 )
                 if found is None:
                     return None
@@ -172,12 +178,12 @@ class Profile:
         seconds = {
             phase: [statistics.median(column) for column in zip(*rows, strict=True)] for phase, rows in samples.items()
         }
-        spans = [span for iteration in self._finished for span in iteration.spans]
+        entries = [entry for iteration in self._finished for entry in iteration.entries]
         return {
             "seconds": seconds,
             "update": statistics.median(self._updates) * 1e-9 if self._updates else 1e-6,
-            "gathers": by_size(spans, "gather"),
-            "reductions": by_size(spans, "reduce"),
+            "gathers": by_size((e.bytes, e.end - e.start) for e in entries if e.kind == "gather"),
+            "reductions": by_size((e.bytes, e.end - e.start) for e in entries if e.kind == "reduction"),
         }
 
 
@@ -198,25 +204,25 @@ def over_ranks(
 
 def segment_seconds(
     reads: Sequence[GraphRead],
-    takes: list[tuple[str, int, int]],
+    events: list[tuple[str, int, int]],
     begin: int,
     end: int,
     estimates: list[float],
     collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
     """The time of each segment, without its waits: from the first parameter it asked for to the first that the next one
-    asked for, less the takes in between (compilers may move a take down to the first use) and the ``collectives`` (start,
+    asked for, less the reads in between (compilers may move a read down to the first use) and the ``collectives`` (start,
     end) that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by
-    estimate. None when the takes (name, start, end) are not the reads of the graph.
+    estimate. None when the ``events`` (name, start, end) are not the reads of the graph.
     """
-    takes = sorted(takes, key=lambda take: take[1])
-    if [take[0] for take in takes] != [read.param for read in reads]:
+    events = sorted(events, key=lambda event: event[1])
+    if [event[0] for event in events] != [read.param for read in reads]:
         return None
     starts: dict[int, int] = {}  # of the segments that ask for something
-    for read, (_, start, _) in zip(reads, takes, strict=True):
+    for read, (_, start, _) in zip(reads, events, strict=True):
         starts.setdefault(read.segment, start)
     starts[0] = begin  # the way to the first segment counts as part of it
-    waits = _union([*((start, stop) for _, start, stop in takes), *collectives])
+    waits = _union([*((start, stop) for _, start, stop in events), *collectives])
     result = [0.0] * len(estimates)
     measured = sorted(starts)
     for first, following in zip(measured, [*measured[1:], len(estimates)], strict=True):
@@ -241,12 +247,12 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def by_size(spans: Iterable[Span], kind: str) -> dict[int, float]:
-    """Median seconds by bytes."""
+def by_size(collectives: Iterable[tuple[int, int]]) -> dict[int, float]:
+    """Median seconds by bytes. ``collectives``: the bytes and the nanoseconds of each."""
     found: dict[int, list[int]] = {}
-    for name, _, size, start, end in spans:
-        if name == kind and size > 0:
-            found.setdefault(size, []).append(end - start)
+    for size, nanoseconds in collectives:
+        if size > 0:
+            found.setdefault(size, []).append(nanoseconds)
     return {size: statistics.median(times) * 1e-9 for size, times in found.items()}
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from deepcompile import plan as planner
 from deepcompile.planning import Step
 from deepcompile.recorded_ops import ModelRecord, ParamRecord, RecordedOp, RecordedOps
 from deepcompile.segments import GatheredParam, Segment, Segments, small_params
 from deepcompile.step_graph import BACKWARD, FORWARD, first_nodes
-from deepcompile.step_plan import Key, ScheduledEvent, placed_gathers, reductions_of
+from deepcompile.step_plan import Key, ScheduledEvent, placed_gathers
 
 #: Shorter than this behind the beginning of a segment, a release belongs to the one before: the interpreter is not as
 #: prompt as the plan. In nanoseconds.
@@ -223,28 +222,4 @@ def across_graphs(cycle: Cycle, scheduled: Sequence[ScheduledEvent]) -> tuple[in
     return started, kept
 
 
-#: Reductions that a plan asks for are put together until they are at least this part of all gradients: curves that were
-#: measured at few sizes promise too much of small ones.
-_SMALLEST_PART = 16
-
-
-def flushes(planned: planner.Plan, order: Sequence[str], sizes: Mapping[str, int]) -> list[bool]:
-    """After which gradients of ``order`` the plan reduces. Empty where it reduces all at once.
-    ``sizes``: elements by name.
-    """
-    groups = reductions_of(planned)
-    last = {param: index for index, param in enumerate(order)}
-    ends = sorted({max(last[param] for param in group if param in last) for group in groups if set(group) & set(last)})
-    after = [False] * len(order)
-    least = sum(sizes[param] for param in last) / _SMALLEST_PART
-    begin, held = 0, 0
-    for end in ends[:-1]:
-        held += sum(sizes[param] for param in order[begin : end + 1])
-        begin = end + 1
-        if held >= least:
-            after[end] = True
-            held = 0
-    return after if any(after) else []
-
-
-__all__ = ["Cycle", "Read", "ScheduledEvent", "across_graphs", "cycles_of", "flushes", "reads_key", "schedule"]
+__all__ = ["Cycle", "Read", "ScheduledEvent", "across_graphs", "cycles_of", "reads_key", "schedule"]

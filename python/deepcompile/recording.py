@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from deepcompile._load import _C
 from deepcompile.recorded_ops import ModelRecord, RecordedOp, RecordedOps, dtype_name
 from deepcompile.sharding import Sharding, open_shardings, sharding_of
-
-_CHANNEL_KINDS = {"gather": "all_gather", "reduce": "reduce_scatter"}
+from deepcompile.step_trace import Trace, TraceEntry, TraceReader
 
 
 class _Last:
@@ -39,10 +36,10 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
     if _Last.active:
         raise RuntimeError("deepcompile.record: a recording is open already; recordings cannot be nested")
     _Last.active = frozenset(shardings)
-    began = [start(sharding) for sharding in shardings]
+    recordings = [Recording(sharding) for sharding in shardings]
     try:
         yield
-        found = [stop(sharding, moment) for sharding, moment in zip(shardings, began, strict=True)]
+        found = [recording.stop() for recording in recordings]
         taken = [ops for ops in found if len(ops) > 0]
         if len(taken) > 1:
             names = " and ".join(ops.model.model for ops in taken)
@@ -51,9 +48,8 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
         require_whole_iterations(_Last.ops)
     finally:
         _Last.active = frozenset()
-        for sharding in shardings:
-            if sharding.is_open:
-                _C.stop_recording(sharding.graph_id)
+        for recording in recordings:
+            recording.drop()
 
 
 def get_recorded_ops() -> RecordedOps:
@@ -65,80 +61,91 @@ def get_recorded_ops() -> RecordedOps:
     return _Last.ops
 
 
-def start(sharding: Sharding, *, compiled: bool = False) -> int:
-    """``compiled``: the program may run compiled graphs, whose runs are noted as well. Returns the moment, in nanoseconds
-    of the steady clock, for :func:`stop`."""
-    sharding.runtime.take_timeline()
-    sharding.calls = [] if compiled else None
-    _C.start_recording(sharding.graph_id)
-    return time.monotonic_ns()
+class Recording:
+    """Notes what a sharded model communicates from here on. One of :meth:`stop` and :meth:`drop` ends it."""
 
+    def __init__(self, sharding: Sharding, *, compiled: bool = False) -> None:
+        """``compiled``: the program may run compiled graphs, whose runs are noted as well."""
+        self._sharding = sharding
+        sharding.calls = [] if compiled else None
+        self._reader = TraceReader(sharding.runtime, releases=True)
 
-def drop(sharding: Sharding) -> None:
-    """Ends a recording that nobody wants. A device is not waited for."""
-    sharding.calls = None
-    _C.drop_recording(sharding.graph_id)
+    def drop(self) -> None:
+        """A device is not waited for."""
+        self._sharding.calls = None
+        self._reader.drop()
 
-
-def stop(sharding: Sharding, began: int) -> RecordedOps:
-    """Everything since :func:`start`, which said ``began``. On a device it waits for what was launched."""
-    compiled = _C.recorded_compiled(sharding.graph_id)
-    calls, sharding.calls = sharding.calls, None
-    ops, ended = _C.stop_recording(sharding.graph_id)
-    spans = sharding.runtime.take_timeline()
-    if compiled and calls is None:
-        raise RuntimeError(
-            "deepcompile.record: compiled code communicated; a compiled graph has a plan of its own. Record the model "
-            'uncompiled (config "compile": {"mode": "off"}, and no torch.compile around it), or leave it compiled'
+    def stop(self) -> RecordedOps:
+        """A device is waited for."""
+        sharding, trace = self._sharding, self._reader.stop()
+        calls, sharding.calls = sharding.calls, None
+        if trace.compiled_code and calls is None:
+            raise RuntimeError(
+                "deepcompile.record: compiled code communicated; a compiled graph has a plan of its own. Record the model "
+                'uncompiled (config "compile": {"mode": "off"}, and no torch.compile around it), or leave it compiled'
+            )
+        found = _ops_of(trace, sharding.names | {-1: ""}, [call.step.name for call in calls or ()])
+        zero = found[0].start if found else 0
+        # One rank that holds whole parameters communicates nothing: there the iteration is all there is.
+        last = max((op.end for op in found if op.kind == "end"), default=trace.began)
+        return RecordedOps(
+            [op._replace(start=op.start - zero, end=op.end - zero) for op in found],
+            model=ModelRecord.of(sharding),
+            tail=max(0, trace.ended - last) * 1e-9,
         )
-    names = {sharded.id: sharded.name for sharded in sharding.params} | {-1: ""}
-    dtypes = {sharded.id: dtype_name(sharded.read_dtype) for sharded in sharding.params}
-    called = (call.step.name for call in calls or ())
-    found = [
-        RecordedOp(
-            kind,
-            next(called) if kind == "call" else names[id],
-            size,
-            dtype_name(dtype),
-            "backward" if backward else "forward",
-            iteration,
-            micro,
-            begin,
-            end,
-        )
-        for kind, id, dtype, size, backward, iteration, micro, begin, end in ops
-    ]
-    leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
-    if calls is not None:  # what graphs launch by plans of their own is time spent, and no read
-        found = [op._replace(kind="wait") if op.kind == "prefetch" and op.param not in leaves else op for op in found]
-    found += _channel_ops(spans, found, names, dtypes)
-    found.sort(key=lambda op: op.start)
-    zero = found[0].start if found else 0
-    # One rank that holds whole parameters communicates nothing: there the iteration is all there is.
-    last = max((op.end for op in found if op.kind == "end"), default=began)
-    return RecordedOps(
-        [op._replace(start=op.start - zero, end=op.end - zero) for op in found],
-        model=ModelRecord.of(sharding),
-        tail=max(0, ended - last) * 1e-9,
+
+
+_KINDS = {"group": "prefetch", "release": "release", "gradient": "reduce", "end_backward": "end", "begin_graph": "call"}
+_CHANNEL_KINDS = {"gather": "all_gather", "reduction": "reduce_scatter"}
+
+
+def _ops_of(trace: Trace, names: Mapping[int, str], called: Sequence[str]) -> list[RecordedOp]:
+    """``called``: the names of the compiled graphs that ran, in order."""
+    graphs = iter(called)
+    program: list[RecordedOp] = []
+    channels: list[TraceEntry] = []
+    for entry in trace.entries:
+        if entry.kind in _CHANNEL_KINDS:
+            channels.append(entry)
+        elif entry.kind == "read":
+            kind = "gather" if entry.gathers else "read"
+            program.append(_op(entry, kind, names[entry.id])._replace(end=entry.launched))
+            program.append(_op(entry, "wait", names[entry.id])._replace(start=entry.launched))
+        else:
+            name = next(graphs) if entry.kind == "begin_graph" else names[entry.id]
+            program.append(_op(entry, _KINDS[entry.kind], name))
+    program.sort(key=lambda op: op.start)
+    found = program + _channel_ops(channels, program, names)
+    return sorted(found, key=lambda op: op.start)
+
+
+def _op(entry: TraceEntry, kind: str, name: str) -> RecordedOp:
+    return RecordedOp(
+        kind,
+        name,
+        entry.bytes,
+        dtype_name(entry.dtype),
+        "backward" if entry.backward else "forward",
+        entry.iteration,
+        entry.micro,
+        entry.start,
+        entry.end,
     )
 
 
 def _channel_ops(
-    spans: list[tuple[str, int, int, int, int]], ops: list[RecordedOp], names: dict[int, str], dtypes: dict[int, str]
+    entries: Iterable[TraceEntry], program: Sequence[RecordedOp], names: Mapping[int, str]
 ) -> list[RecordedOp]:
     """What ran on the channels, each in the pass of the program's operation before it."""
     result = []
     at, last = 0, None
-    for kind, id, size, begin, end in sorted(spans, key=lambda span: span[3]):
-        if kind not in _CHANNEL_KINDS:
-            continue
-        while at < len(ops) and ops[at].start <= begin:
-            last = ops[at]
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        while at < len(program) and program[at].start <= entry.start:
+            last = program[at]
             at += 1
+        op = _op(entry, _CHANNEL_KINDS[entry.kind], names[entry.id])
         phase, iteration, micro = (last.phase, last.iteration, last.micro) if last else ("forward", 0, 0)
-        result.append(
-            RecordedOp(_CHANNEL_KINDS[kind], names[id], size, dtypes[id], phase, iteration, micro, begin, end)
-        )
+        result.append(op._replace(phase=phase, iteration=iteration, micro=micro))
     return result
 
 

@@ -98,19 +98,14 @@ def plan_cycles(
     sharding: Sharding, cycles: list[Cycle], ops: RecordedOps, options: RecordedOptions, name: str
 ) -> Variant:
     """Plans cycles that read the same from the measurements of all ranks. Every rank calls it."""
-    spans = [
-        ("gather" if op.kind == "all_gather" else "reduce", 0, op.bytes, op.start, op.end)
-        for op in ops
-        if op.kind in ("all_gather", "reduce_scatter")
-    ]
     seconds = {
         phase: [min(column) for column in zip(*(cycle.seconds[phase] for cycle in cycles), strict=True)]
         for phase in cycles[0].seconds
     }
     own = {
         "seconds": seconds,
-        "gathers": by_size(spans, "gather"),
-        "reductions": by_size(spans, "reduce"),
+        "gathers": by_size((op.bytes, op.end - op.start) for op in ops if op.kind == "all_gather"),
+        "reductions": by_size((op.bytes, op.end - op.start) for op in ops if op.kind == "reduce_scatter"),
         "uses": {phase: segments.structure for phase, segments in cycles[0].graphs.items()},
         "update": ops.tail,
         "budget": options.budget,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepcompile.step_graph import BACKWARD, FORWARD
 
@@ -202,46 +199,6 @@ def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     )
 
 
-def trace_path(path: str | os.PathLike[str]) -> str:
-    """Checked when it is asked for: the step that is traced is worth more than its trace."""
-    if not pathlib.Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"trace: {os.fspath(path)!r} is in a folder that does not exist")
-    return os.fspath(path)
-
-
-def write_trace(path: str, events: str) -> None:
-    """Several ranks may write to one path: the file is that of one of them, whole."""
-    temporary = pathlib.Path(f"{path}.{os.getpid()}.part")
-    temporary.write_text(events)
-    temporary.replace(path)
-
-
-def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]) -> str:
-    """Chrome's trace format: what the caller waited for, and what ran on the channels."""
-    names = {sharded.id: sharded.name for sharded in sharding.params}
-    tracks = {"take": (0, "program: waits for parameters"), "grad": (1, "program: gives gradients")}
-    tracks |= {"gather": (2, "gather channel"), "reduce": (3, "reduce channel")}
-    begin = min((span[3] for span in spans), default=0)
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": sharding.rank, "tid": tid, "args": {"name": name}}
-        for tid, name in tracks.values()
-    ]
-    for kind, parameter, size, start, end in spans:
-        events.append(
-            {
-                "name": names.get(parameter, str(parameter)),
-                "cat": kind,
-                "ph": "X",
-                "pid": sharding.rank,
-                "tid": tracks[kind][0],
-                "ts": (start - begin) / 1e3,
-                "dur": (end - start) / 1e3,
-                "args": {"bytes": size} if size else {},
-            }
-        )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
 __all__ = [
     "Explanation",
     "StepTimes",
@@ -249,7 +206,4 @@ __all__ = [
     "one_line",
     "predicted_exposed",
     "step_rows",
-    "trace_events",
-    "trace_path",
-    "write_trace",
 ]

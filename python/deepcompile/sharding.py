@@ -149,6 +149,11 @@ class Sharding:
         """True where they run on the thread of the caller."""
         return self.runtime.device.type == "cpu" and self.runtime.stats()["cpu_stream"] == "inline"
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Of the parameters, by id."""
+        return {sharded.id: sharded.name for sharded in self.params}
+
     def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
         return {sharded.param: sharded for sharded in self.params}
 

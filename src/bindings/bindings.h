@@ -12,5 +12,6 @@ void bindRuntime(pybind11::module_& module);
 void bindSavedTensors(pybind11::module_& module);
 void bindShm(pybind11::module_& module);
 void bindStateOffload(pybind11::module_& module);
+void bindStepTrace(pybind11::module_& module);
 
 }  // namespace dc

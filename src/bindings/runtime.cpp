@@ -207,27 +207,8 @@ void bindRuntime(py::module_& module) {
       .def("let_gradients_go", &Runtime::letGradientsGo, NoGil())
       .def("sum_over_ranks", &Runtime::sumOverRanks, py::arg("tensor"), NoGil())
       .def("close", &Runtime::close, NoGil())
-      .def(
-          "record_timeline", [](Runtime& runtime, bool on) { runtime.context().timeline->record(on); }, py::arg("on"),
-          NoGil())
-      .def(
-          "take_timeline",
-          [](Runtime& runtime) {
-            static constexpr const char* kNames[] = {"take", "grad", "gather", "reduce"};
-            std::vector<Timeline::Span> taken;
-            {
-              const py::gil_scoped_release no_gil;  // a device is waited for
-              taken = runtime.context().timeline->take();
-            }
-            py::list spans;
-            for (const Timeline::Span& span : taken) {
-              spans.append(
-                  py::make_tuple(kNames[static_cast<int>(span.kind)], span.id, span.bytes, span.start, span.end));
-            }
-            return spans;
-          },
-          "(kind, id, bytes, start, end) of what happened since the last call; nanoseconds of the steady clock.")
       .def_property_readonly("states", &Runtime::states)
+      .def_property_readonly("trace", [](Runtime& runtime) { return runtime.context().trace; })
       .def_property_readonly("host_is_apart", &Runtime::hostIsApart)
       .def("stats", &statsOf)
       .def("wait_seconds", &waitSeconds);

@@ -46,7 +46,7 @@ at::Tensor unpack(const SavedParameter& saved) {
   {
     const std::lock_guard lock(graph->runtime->context().mutex);
     check(graph->z3 != nullptr, "a gathered parameter was saved by a graph that gathers nothing");
-    parameter = graph->z3->gatherAgain(saved.key);
+    parameter = graph->z3->gatherer().readAgain(saved.key);
   }
   return parameter.as_strided(saved.sizes, saved.strides, saved.offset);
 }

@@ -1,4 +1,4 @@
-// What ran, and the schedule that later steps follow.
+// The schedules that steps follow.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -28,27 +28,9 @@ using EventTuple = std::tuple<std::int64_t, at::ScalarType, std::string, bool>;
 using Moves = std::tuple<std::vector<std::int64_t>, std::vector<std::int64_t>, std::vector<std::int64_t>>;
 using Scheduled = std::tuple<EventTuple, bool, std::vector<std::vector<Key>>, Moves>;
 
-constexpr std::array<const char*, 8> kOpNames = {"gather",  "read",   "prefetch", "wait",
-                                                 "release", "reduce", "end",      "call"};
 constexpr std::array<const char*, 3> kEventNames = {"read", "group", "graph"};
 
 std::shared_ptr<const Graph> graphOf(std::int64_t graph_id) { return GraphTable::global().find(graph_id); }
-
-Recorder& recorderOf(std::int64_t graph_id) { return *graphOf(graph_id)->runtime->context().recorder; }
-
-py::tuple stopRecording(std::int64_t graph_id) {
-  Recording recording;
-  {
-    const py::gil_scoped_release no_gil;
-    recording = recorderOf(graph_id).stop();
-  }
-  py::list list;
-  for (const RecordedOp& op : recording.ops) {
-    list.append(py::make_tuple(kOpNames[static_cast<std::size_t>(op.kind)], op.id, op.dtype, op.bytes, op.backward,
-                               op.iteration, op.micro, op.start, op.end));
-  }
-  return py::make_tuple(list, recording.ended);
-}
 
 // Python's; the runtime shares what it holds.
 struct HeldSchedule {
@@ -170,15 +152,6 @@ void bindSchedule(py::module_& module) {
       });
   module.def(
       "graph_device", [](std::int64_t graph_id) { return graphOf(graph_id)->runtime->device(); }, py::arg("graph_id"));
-  using NoGil = py::call_guard<py::gil_scoped_release>;  // they wait for a device
-  module.def(
-      "start_recording", [](std::int64_t graph_id) { recorderOf(graph_id).start(); }, py::arg("graph_id"), NoGil());
-  module.def("drop_recording", [](std::int64_t graph_id) { recorderOf(graph_id).drop(); }, py::arg("graph_id"));
-  module.def("stop_recording", &stopRecording, py::arg("graph_id"),
-             "(kind, id, dtype, bytes, backward, iteration, micro, start, end) of each operation.");
-  module.def(
-      "note_call", [](std::int64_t graph_id, bool backward) { recorderOf(graph_id).call(backward); },
-      py::arg("graph_id"), py::arg("backward"));
   module.def(
       "begin_graph",
       [](std::int64_t graph_id, const HeldSchedule* held, const std::vector<at::Tensor>& shards) {
@@ -188,35 +161,21 @@ void bindSchedule(py::module_& module) {
           for (const at::Tensor& shard : shards) {
             ids.push_back(runtime.registry().idOf(shard));
           }
-          z3.beginGraph(held == nullptr ? nullptr : held->schedule, std::move(ids), runtime.states());
+          z3.gatherer().beginGraph(held == nullptr ? nullptr : held->schedule, std::move(ids), runtime.states());
         });
       },
       py::arg("graph_id"), py::arg("schedule").none(true), py::arg("shards"),
       "A compiled graph begins to run; its reads follow the schedule.");
   module.def(
-      "recorded_compiled", [](std::int64_t graph_id) { return recorderOf(graph_id).sawCompiled(); },
-      py::arg("graph_id"));
-  module.def(
       "follow",
       [](std::int64_t graph_id, std::shared_ptr<ScheduleFollower> follower) {
-        withGraph(graph_id, [&](Z3CustomOpExecutor& z3) { z3.follow(std::move(follower)); });
+        withGraph(graph_id, [&](Z3CustomOpExecutor& z3) { z3.gatherer().follow(std::move(follower)); });
       },
       py::arg("graph_id"), py::arg("follower").none(true));
   module.def(
-      "end_cycle", [](std::int64_t graph_id) { withGraph(graph_id, [](Z3CustomOpExecutor& z3) { z3.endCycle(); }); },
+      "end_cycle",
+      [](std::int64_t graph_id) { withGraph(graph_id, [](Z3CustomOpExecutor& z3) { z3.gatherer().endCycle(); }); },
       py::arg("graph_id"));
-  module.def(
-      "reduction_order",
-      [](std::int64_t graph_id) {
-        return withGraph(graph_id, [](Z3CustomOpExecutor& z3) { return z3.reductionOrder(); });
-      },
-      py::arg("graph_id"));
-  module.def(
-      "plan_flushes",
-      [](std::int64_t graph_id, std::vector<bool> after) {
-        withGraph(graph_id, [&](Z3CustomOpExecutor& z3) { z3.planFlushes(std::move(after)); });
-      },
-      py::arg("graph_id"), py::arg("after"));
 }
 
 }  // namespace dc

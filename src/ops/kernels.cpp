@@ -87,30 +87,30 @@ void prefetchParamsFused(std::int64_t graph_id, at::TensorList params, at::IntAr
   check(params.size() == ids.size(), [&] {
     return concat("prefetch_params_fused: ", params.size(), " tensors for ", ids.size(), " ids (graph ", graph_id, ")");
   });
-  Locked(graph_id).z3("prefetch_params_fused").prefetchParamsFused(ids.vec(), dtypes);
+  Locked(graph_id).z3("prefetch_params_fused").gatherer().prefetch(ids.vec(), dtypes);
 }
 
 void waitAllgather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  Locked(graph_id, Waits::OnHostsOnly).z3("wait_allgather").waitAllgather(a, id);
+  Locked(graph_id, Waits::OnHostsOnly).z3("wait_allgather").gatherer().wait(a, id);
 }
 
 void releaseParam(const at::Tensor&, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
-  Locked(graph_id, Waits::Never).z3("release_param").releaseParam(id, n_users, ReleasedSize::Zero);
+  Locked(graph_id, Waits::Never).z3("release_param").gatherer().release(id, n_users, ReleasedSize::Zero);
 }
 
 void releaseParamTraced(const at::Tensor&, std::int64_t graph_id, std::int64_t id, std::int64_t n_users) {
-  Locked(graph_id, Waits::Never).z3("release_param").releaseParam(id, n_users, ReleasedSize::Nominal);
+  Locked(graph_id, Waits::Never).z3("release_param").gatherer().release(id, n_users, ReleasedSize::Nominal);
 }
 
 namespace {
 
-// `given`: nobody writes to the gradient's memory any more; `for_good`: nor reads it.
-at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, bool given,
-                      bool for_good = false) {
+at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t id, GradientMemory memory) {
   CustomOpExecutor& executor = locked.executor();
-  executor.noteAutogradTask(outermostAutogradTask());
-  at::Tensor result = given ? executor.reduceGivenGrad(grad, id, for_good) : executor.reduceGrad(grad, id);
-  if (executor.backwardImplicit() && executor.backwardOpen()) {
+  GradientReducer& reducer = executor.reducer();
+  reducer.noteAutogradTask(outermostAutogradTask());
+  at::Tensor result =
+      memory == GradientMemory::Borrowed ? executor.reduceGrad(grad, id) : executor.reduceGradIn(grad, id, memory);
+  if (reducer.begunByGradient() && reducer.open()) {
     endWithAutograd(locked.graph().id);
   }
   return result;
@@ -119,7 +119,7 @@ at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t
 }  // namespace
 
 at::Tensor reduceGrad(const at::Tensor& a, std::int64_t graph_id, std::int64_t id) {
-  return reduceWith(Locked(graph_id), a, id, /*given=*/false);
+  return reduceWith(Locked(graph_id), a, id, GradientMemory::Borrowed);
 }
 
 void freeTensors(at::TensorList tensors) {
@@ -157,17 +157,17 @@ void waitReload(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
 }
 
 void offloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
-  Locked(graph_id).z3("offload_parameter").offloadParameter(id);
+  Locked(graph_id).z3("offload_parameter").gatherer().offload(id);
 }
 
 void reloadParameter(const at::Tensor&, std::int64_t graph_id, std::int64_t id) {
-  Locked(graph_id).z3("reload_parameter").reloadParameter(id);
+  Locked(graph_id).z3("reload_parameter").gatherer().reload(id);
 }
 
 at::Tensor reduceGradOfGather(const at::Tensor& a, std::int64_t graph_id, std::int64_t id, bool given) {
   const Locked locked(graph_id);
   locked.z3("reduce_grad").allowReduction(id);
-  return reduceWith(locked, a, id, given);
+  return reduceWith(locked, a, id, given ? GradientMemory::Donated : GradientMemory::Borrowed);
 }
 
 std::int64_t idOfShard(const at::Tensor& shard, std::int64_t graph_id) {
@@ -179,7 +179,7 @@ namespace {
 at::Tensor gatherWith(const Locked& locked, const at::Tensor& shard, at::IntArrayRef shape,
                       std::optional<at::ScalarType> dtype, bool keep, std::int64_t guard) {
   const std::int64_t id = locked.graph().runtime->registry().idOf(shard);
-  at::Tensor gathered = locked.z3("gather_shard").gatherShard(id, dtype, keep, insideAutograd(), guard == kNoGuard);
+  at::Tensor gathered = locked.z3("gather_shard").gatherer().read(id, dtype, keep, insideAutograd(), guard == kNoGuard);
   const DSParam& param = locked.graph().runtime->registry().getParam(id);
   check(gathered.sizes() == shape, [&] {
     return concat("gather_shard: ", param.describe(), " was asked for in shape [", join_as_str(shape, ", "), "]");
@@ -226,12 +226,12 @@ void prefetchShards(at::TensorList shards, std::int64_t graph_id, const std::vec
   for (const at::Tensor& shard : shards) {
     ids.push_back(locked.graph().runtime->registry().idOf(shard));
   }
-  locked.z3("prefetch_shards").prefetchShards(ids, dtypes, insideAutograd());
+  locked.z3("prefetch_shards").gatherer().readGroup(ids, dtypes, insideAutograd());
 }
 
 at::Tensor reduceShard(const at::Tensor& grad, const at::Tensor& shard, std::int64_t graph_id, bool given) {
   // Only traced code calls the operator: an eager backward reduces by id.
-  GraphTable::global().find(graph_id)->runtime->context().recorder->noteCompiled();
+  GraphTable::global().find(graph_id)->runtime->context().trace->noteCompiledCode();
   return reduceGradOfGather(grad, graph_id, idOfShard(shard, graph_id), given);
 }
 
@@ -242,11 +242,11 @@ void reduceShards(at::TensorList grads, at::TensorList shards, std::int64_t grap
   });
   const Locked locked(graph_id);
   Runtime& runtime = *locked.graph().runtime;
-  runtime.context().recorder->noteCompiled();
+  runtime.context().trace->noteCompiledCode();
   for (std::size_t i = 0; i < grads.size(); ++i) {
     const std::int64_t id = runtime.registry().idOf(shards[i]);
     locked.z3("reduce_shards").allowReduction(id);
-    reduceWith(locked, grads[i], id, given[i] != 0, /*for_good=*/given[i] != 0);
+    reduceWith(locked, grads[i], id, given[i] != 0 ? GradientMemory::DonatedForGood : GradientMemory::Borrowed);
   }
 }
 

@@ -12,10 +12,9 @@
 #include "deepcompile/comm/traffic.h"
 #include "deepcompile/runtime/config.h"
 #include "deepcompile/runtime/late_error.h"
-#include "deepcompile/runtime/recorder.h"
 #include "deepcompile/runtime/stats.h"
+#include "deepcompile/runtime/step_trace.h"
 #include "deepcompile/runtime/stream.h"
-#include "deepcompile/runtime/timeline.h"
 #include "deepcompile/runtime/unsettled.h"
 
 namespace dc {
@@ -32,8 +31,7 @@ class Context {
   const std::uint64_t generation = next_generation.fetch_add(1);  // unique in the process
   const std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();
   const std::shared_ptr<LateError> late_error = std::make_shared<LateError>();
-  const std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
-  const std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(timeline);
+  const std::shared_ptr<StepTrace> trace = std::make_shared<StepTrace>();
   const std::shared_ptr<Unsettled> unsettled = std::make_shared<Unsettled>();
   Stats stats;
 
@@ -68,10 +66,10 @@ class Context {
     }
   }
 
-  // The caller was kept from its own work since `began` (Timeline::now).
+  // The caller was kept from its own work since `began` (StepTrace::now).
   void countWait(std::int64_t began) {
     stats.waits.fetch_add(1, std::memory_order_relaxed);
-    stats.wait_nanoseconds.fetch_add(Timeline::now() - began, std::memory_order_relaxed);
+    stats.wait_nanoseconds.fetch_add(StepTrace::now() - began, std::memory_order_relaxed);
   }
 
   // Waits on behalf of the caller, and counts it.
@@ -79,7 +77,7 @@ class Context {
     if (event.trivial()) {
       return;
     }
-    const std::int64_t began = Timeline::now();
+    const std::int64_t began = StepTrace::now();
     // The operation's own deadline is to come first, because it can say more.
     event.wait(deadline() + std::chrono::seconds(10));
     countWait(began);

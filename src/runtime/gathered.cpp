@@ -38,7 +38,7 @@ struct Owner {
   Writing writing = Writing::Forbidden;
   std::shared_ptr<LateError> late;
   std::optional<std::uint64_t> as_it_was;  // checksum from when someone asked for writable memory
-  std::shared_ptr<Recorder> recorder;
+  std::shared_ptr<StepTrace> trace;
 
   void reportChange() {
     if (buffer && as_it_was && *as_it_was != checksum(*buffer)) {
@@ -50,8 +50,8 @@ struct Owner {
   void giveBack() {
     if (buffer) {
       reportChange();
-      if (recorder != nullptr) {
-        recorder->release(key.id, key.dtype, buffer->bytes);
+      if (trace != nullptr) {
+        trace->addInstant({TraceEntry::Kind::Release, key.id, key.dtype, buffer->bytes});
       }
       Buffer memory = *std::exchange(buffer, std::nullopt);
       if (pool != nullptr) {
@@ -98,21 +98,21 @@ void setWriteGuard(Storage& storage, bool on) {
 }  // namespace
 
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
-                        at::Device device, std::shared_ptr<Recorder> recorder) {
+                        at::Device device, std::shared_ptr<StepTrace> trace) {
   void* const memory = buffer.memory.get();
   const std::int64_t bytes = buffer.bytes;
-  auto* owner = new Owner{key,     std::move(pool), std::move(buffer),  nullptr, Writing::Forbidden,
-                          nullptr, std::nullopt,    std::move(recorder)};
+  auto* owner = new Owner{key,     std::move(pool), std::move(buffer), nullptr, Writing::Forbidden,
+                          nullptr, std::nullopt,    std::move(trace)};
   return tensorOver(c10::DataPtr(memory, owner, &deleteOwner, device), bytes, shape, key.dtype, device);
 }
 
 at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
-                       at::IntArrayRef shape, at::Device device, std::shared_ptr<Recorder> recorder) {
+                       at::IntArrayRef shape, at::Device device, std::shared_ptr<StepTrace> trace) {
   using Holder = std::shared_ptr<std::byte>;
   std::byte* const data = memory.get();
   c10::DataPtr pointer(
       data, new Holder(std::move(memory)), [](void* holder) { delete static_cast<Holder*>(holder); }, device);
-  return makeGathered(nullptr, {std::move(pointer), bytes, Event()}, key, shape, device, std::move(recorder));
+  return makeGathered(nullptr, {std::move(pointer), bytes, Event()}, key, shape, device, std::move(trace));
 }
 
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor) {

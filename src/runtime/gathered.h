@@ -15,7 +15,7 @@
 
 #include "deepcompile/runtime/buffer_pool.h"
 #include "deepcompile/runtime/late_error.h"
-#include "deepcompile/runtime/recorder.h"
+#include "deepcompile/runtime/step_trace.h"
 
 namespace dc {
 
@@ -28,13 +28,13 @@ struct GatherKey {
 };
 
 // The memory of `buffer` as a tensor of `shape`. The memory returns to the pool at releaseStorage, or when the last
-// tensor over it is gone, whichever comes first; `recorder`, if any, is told.
+// tensor over it is gone, whichever comes first; `trace`, if any, is told.
 at::Tensor makeGathered(std::shared_ptr<BufferPool> pool, Buffer buffer, const GatherKey& key, at::IntArrayRef shape,
-                        at::Device device, std::shared_ptr<Recorder> recorder = nullptr);
+                        at::Device device, std::shared_ptr<StepTrace> trace = nullptr);
 
 // The same over the shards themselves, which nobody owns here and which stay: `memory` is let go of, not given back.
 at::Tensor makeInPlace(std::shared_ptr<std::byte> memory, std::int64_t bytes, const GatherKey& key,
-                       at::IntArrayRef shape, at::Device device, std::shared_ptr<Recorder> recorder = nullptr);
+                       at::IntArrayRef shape, at::Device device, std::shared_ptr<StepTrace> trace = nullptr);
 
 // The key of a tensor (or a view of one) that makeGathered made; nothing for any other tensor.
 std::optional<GatherKey> gatherKeyOf(const at::Tensor& tensor);

@@ -78,9 +78,9 @@ std::shared_ptr<ReduceBucket> DoubleBufferedReduceBucket::getBuffer(at::ScalarTy
 
 Event DoubleBufferedReduceBucket::getEvent(at::ScalarType scalar_type) { return pair(scalar_type).current.free; }
 
-void DoubleBufferedReduceBucket::forget(const CustomOpExecutor* executor) {
+void DoubleBufferedReduceBucket::forget(const GradientReducer* reducer) {
   for (auto& [scalar_type, buckets] : slots_) {
-    if (buckets.user == executor) {
+    if (buckets.user == reducer) {
       buckets.user = nullptr;
       buckets.current.bucket->reset();
     }

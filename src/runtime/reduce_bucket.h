@@ -14,7 +14,7 @@
 
 namespace dc {
 
-class CustomOpExecutor;
+class GradientReducer;
 
 // One gradient in a bucket. Holds the gradient until the copy into `send_buf`, a slice of the bucket, is done, or,
 // where `send_buf` is the gradient's own memory, until it is reduced. An undefined gradient stands for a parameter that
@@ -100,11 +100,11 @@ class DoubleBufferedReduceBucket {
   std::shared_ptr<ReduceBucket> getBuffer(at::ScalarType scalar_type);
   // Passes when the bucket that is being filled is no longer read.
   Event getEvent(at::ScalarType scalar_type);
-  // The executor whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its
+  // The reducer whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its
   // own.
-  CustomOpExecutor*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
-  // `executor` is going: forget that it used a bucket.
-  void forget(const CustomOpExecutor* executor);
+  GradientReducer*& user(at::ScalarType scalar_type) { return pair(scalar_type).user; }
+  // `reducer` is going: forget that it used a bucket.
+  void forget(const GradientReducer* reducer);
   // Bytes of all buckets, full or empty.
   std::int64_t bytes() const;
   // Frees all buckets. The caller has waited for what was in flight.
@@ -118,7 +118,7 @@ class DoubleBufferedReduceBucket {
   struct Pair {
     Slot current;
     Slot shadow;
-    CustomOpExecutor* user = nullptr;
+    GradientReducer* user = nullptr;
   };
   Pair& pair(at::ScalarType scalar_type);
 

@@ -81,7 +81,7 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
   }
   context_->device_order = !device_.is_cpu();
   context_->unsettled->settleBy([this] { settle(); });
-  context_->timeline->useDevice(device_);
+  context_->trace->useDevice(device_);
   if (channels_.control == nullptr) {
     channels_.control = channels_.gather;
   }
@@ -334,8 +334,8 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
   }
   for (const auto& [graph_id, executor] : executors_) {
     if (executor->hasParam(ds_id)) {
-      executor->settleAlone();
-      executor->forgetOrder();
+      executor->reducer().settleAlone();
+      executor->reducer().forgetOrder();
     }
   }
   param.setGradBuffer(std::move(grad_buffer));
@@ -348,7 +348,7 @@ void Runtime::setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::opt
 void Runtime::planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
                              std::size_t in_flight) {
   const std::lock_guard lock(context_->mutex);
-  getExecutor<CustomOpExecutor>(graph_id, executors_)->planReductions(std::move(buckets), in_flight);
+  getExecutor<CustomOpExecutor>(graph_id, executors_)->reducer().plan(std::move(buckets), in_flight);
 }
 
 void Runtime::startForward() {
@@ -410,7 +410,7 @@ void Runtime::startBackward(bool update, bool settle_later) {
     pool_->limitIdle(std::min(most_idle_, BufferPool::kInitialLimit));
   }
   for (const auto& [graph_id, executor] : executors_) {
-    executor->settleLater(settle_later && !update);
+    executor->reducer().settleLater(settle_later && !update);
     executor->startBackward(update);
   }
 }
@@ -424,7 +424,7 @@ void Runtime::settleTogether() {
     in_order[graph_id] = executor.get();
   }
   for (const auto& [graph_id, executor] : in_order) {
-    executor->settle();
+    executor->reducer().settle();
   }
   context_->unsettled->setPending(false);
 }
@@ -432,7 +432,7 @@ void Runtime::settleTogether() {
 void Runtime::settle() {
   const std::lock_guard lock(context_->mutex);
   for (const auto& [graph_id, executor] : executors_) {
-    executor->settleAlone();
+    executor->reducer().settleAlone();
   }
   context_->unsettled->setPending(false);
 }
@@ -499,7 +499,7 @@ void Runtime::discardGradients(const std::vector<std::int64_t>& ds_ids) {
   checkOpen();
   settleTogether();
   for (const auto& [graph_id, executor] : executors_) {
-    executor->discardGradients(ds_ids);
+    executor->reducer().discard(ds_ids);
   }
 }
 

@@ -64,9 +64,8 @@ class Runtime {
   // A frozen parameter (ZeRO-3) gets a place for its gradient, or a trained one loses it. Between steps; the ranks
   // agree on it at the next start_forward.
   void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
-  // See CustomOpExecutor::planReductions.
-  void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets,
-                      std::size_t in_flight = CustomOpExecutor::kReductionsInFlight);
+  // See GradientReducer::plan.
+  void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = 2);
   // Between backwards: what was accumulated of these parameters since the last update is thrown away, so that the next
   // backward begins a sum. Gradients that the shards show are the caller's to clear. All ranks call it.
   void discardGradients(const std::vector<std::int64_t>& ds_ids);

@@ -5,7 +5,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "deepcompile/base/error.h"
-#include "deepcompile/runtime/async.h"
 #include "deepcompile/runtime/raw_tensor.h"
 
 namespace dc {
@@ -19,37 +18,39 @@ Z3CustomOpExecutor::Z3CustomOpExecutor(std::int64_t graph_id, c10::intrusive_ptr
     : CustomOpExecutor(std::move(process_group), std::move(param_registry), std::move(reduce_buckets),
                        std::move(ds_ids), std::move(comm), std::move(rs_stream), std::move(copy_stream), pre_div_reduce,
                        std::move(context)),
-      graph_id_(graph_id),
-      gather_(std::move(gather)),
-      in_place_(gather_.comm, gather_.stream, context_, param_registry_, ds_ids_) {}
+      gatherer_({graph_id, param_registry_, members(), std::move(gather.comm), std::move(gather.stream),
+                 std::move(gather.pool), context_}) {}
+
+void Z3CustomOpExecutor::reduceAtUpdate() {
+  stage_name_ = "ZeRO-3 that reduces before updates";
+  reducer().travel(GradientsTravel::BeforeAnUpdate);
+}
 
 void Z3CustomOpExecutor::startForward() {
-  uses_.clear();
-  graph_schedule_ = nullptr;  // of a graph that failed
-  in_place_.hold(false);
+  gatherer_.beginForward();
   comm_->placeTensors(nullptr);  // a backward that failed may have left it on
 }
 
 void Z3CustomOpExecutor::startBackward(bool update) {
   CustomOpExecutor::startBackward(update);
-  uses_.clear();
+  gatherer_.beginBackward();
 }
 
-at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
+at::Tensor Z3CustomOpExecutor::reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) {
   if (context_->config.debug && !context_->profiling) {
     int& pending = gathered_[ds_id];
     check(pending > 0, [&] {
-      return concat("reduce_grad: more reductions than gathers of ", member(ds_id).describe(), " (graph ", graph_id_,
-                    ", ", place(), ")");
+      return concat("reduce_grad: more reductions than gathers of ", members()->at(ds_id).describe(), " (graph ",
+                    gatherer_.graphId(), ", ", place(), ")");
     });
     --pending;
   }
-  const Timeline::Mark entered = context_->timeline->mark();
-  const Timeline::Mark mark = context_->recorder->mark();
+  const StepTrace::Moment entered = context_->trace->moment();
   const at::ScalarType dtype = grad_tensor.scalar_type();
-  at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
-  context_->recorder->add(RecordedOp::Kind::Reduce, ds_id, dtype, bytesOf({ds_id, dtype}), true, mark);
-  context_->timeline->add(Timeline::Kind::Grad, ds_id, 0, entered);
+  at::Tensor result = CustomOpExecutor::reduceGradIn(std::move(grad_tensor), ds_id, memory);
+  if (entered) {
+    context_->trace->add({TraceEntry::Kind::Gradient, ds_id, dtype, gatherer_.bytesOf({ds_id, dtype}), true}, entered);
+  }
   if (!context_->profiling) {
     reduced_.insert(ds_id);
   }
@@ -57,71 +58,22 @@ at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t d
 }
 
 void Z3CustomOpExecutor::endBackward() {
-  if (!backwardOpen()) {
+  if (!reducer().open()) {
     return;
   }
-  const Timeline::Mark mark = context_->recorder->mark();
-  endCycle();
+  const StepTrace::Moment entered = context_->trace->moment();
+  gatherer_.endCycle();
   CustomOpExecutor::endBackward();
-  // What is still being gathered reads the shards that the optimizer is about to change, here or on other ranks.
-  if (gather_.comm->readsPeers() && param_updated_ && comm_->size() > 1) {
-    runCollective(
-        *gather_.stream, [place = place()] { return concat("ending the reads of shards on ", place); },
-        [comm = gather_.comm] { comm->endReads(); });
-  }
-  if (param_updated_) {
-    endReads();
-  }
-  if (unsettled()) {
-    // The shards stay as they are, and so nobody has to know when the gathers have read them.
-    for (const std::int64_t id : ds_ids_) {
-      settleBeforeReads(param_registry_->getParam(id).getDSTensor(), context_->unsettled);
-    }
-  } else {
-    context_->await(gather_.stream->record());
-  }
-  for (const std::int64_t id : reloading_) {
-    param_registry_->getParam(id).getDSTensor();
-  }
-  reloading_.clear();
+  const bool unsettled = reducer().unsettled();
+  gatherer_.endBackward(param_updated_, unsettled);
   if (param_updated_) {
     gathered_.clear();
   }
-  // A forward that was run again in the backward (checkpointing) may have stopped before its releases.
-  for (const std::int64_t id : std::exchange(gathered_in_backward_, {}).ids()) {
-    drop(id, ReleasedSize::Zero);
-  }
-  if (!context_->profiling && communicates() && !unsettled()) {
+  if (!context_->profiling && reducer().communicates() && !unsettled) {
     publishGradients();
   }
   reduced_.clear();
-  context_->recorder->add(RecordedOp::Kind::End, -1, at::kFloat, 0, true, mark);
-}
-
-void Z3CustomOpExecutor::holdShards(bool hold) {
-  in_place_.hold(hold);
-  together_gathered_ = false;
-  if (gather_.comm->readsPeers()) {
-    gather_.comm->holdReads(hold);  // a device's communicator runs in the caller's order
-  }
-}
-
-void Z3CustomOpExecutor::endReads() {
-  for (const std::int64_t id : std::exchange(read_in_place_, {}).ids()) {
-    const Wanted wanted{id, param_registry_->getParam(id).getDtype()};  // no other dtype lies there
-    const GatheredParam* const copy = param_registry_->findGathered(id, wanted.dtype);
-    if (copy != nullptr && copy->in_place && !copy->let_go) {
-      forgetCopy(wanted);
-    }
-  }
-  for (auto& [key, stays] : together_) {
-    if (std::exchange(stays, false) && --param_registry_->holders(key.first) == 0 &&
-        !param_registry_->getParam(key.first).isPersistent()) {
-      forgetCopy({key.first, key.second});
-    }
-  }
-  together_gathered_ = false;
-  in_place_.end();
+  context_->trace->add({TraceEntry::Kind::EndBackward, -1, at::kFloat, 0, true}, entered);
 }
 
 void Z3CustomOpExecutor::reductionsSettled() {
@@ -133,7 +85,8 @@ void Z3CustomOpExecutor::reductionsSettled() {
 void Z3CustomOpExecutor::publishGradients() {
   for (const std::int64_t id : ds_ids_) {
     const DSParam& param = param_registry_->getParam(id);
-    if (!param.trainable() || withoutGradient().contains(id) || (comm_->size() == 1 && !reduced_.contains(id))) {
+    if (!param.trainable() || reducer().withoutGradient().contains(id) ||
+        (comm_->size() == 1 && !reduced_.contains(id))) {
       continue;
     }
     const at::Tensor& shard = param.getDSTensor();
@@ -155,34 +108,16 @@ void Z3CustomOpExecutor::publishGradients() {
   }
 }
 
+at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype) {
+  at::Tensor gathered = gatherer_.gather(ds_id, dtype, reducer().open());
+  allowReduction(ds_id);
+  return gathered;
+}
+
 void Z3CustomOpExecutor::allowReduction(std::int64_t ds_id) {
   if (context_->config.debug) {
     ++gathered_[ds_id];
   }
-}
-
-void Z3CustomOpExecutor::offloadParameter(std::int64_t ds_id) {
-  const DSParam& param = member(ds_id);
-  if (param.isOffloaded()) {
-    return;
-  }
-  endReads();
-  context_->await(gather_.stream->record());  // no gather may be reading it
-  context_->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(param.getDSTensor().nbytes()),
-                                            std::memory_order_relaxed);
-  param_registry_->offload(ds_id);
-}
-
-void Z3CustomOpExecutor::reloadParameter(std::int64_t ds_id) {
-  const DSParam& param = member(ds_id);
-  if (!param.isOffloaded()) {
-    return;
-  }
-  param_registry_->reload(ds_id);
-  context_->stats.bytes_reloaded.fetch_add(
-      static_cast<std::int64_t>(param.getPaddedNumel() / comm_->size() * c10::elementSize(param.getDtype())),
-      std::memory_order_relaxed);
-  reloading_.insert(ds_id);
 }
 
 }  // namespace dc

@@ -14,7 +14,7 @@ dc_test_by_file(
   runtime/host_moves_test.cpp
   runtime/ids_test.cpp
   runtime/param_test.cpp
-  runtime/recorder_test.cpp
+  runtime/step_trace_test.cpp
   runtime/reduce_bucket_test.cpp
   runtime/reduction_order_test.cpp
   runtime/registry_test.cpp

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from harness import run_ranks
+from harness import run_ranks, where_ranks_run
 from situations import SITUATIONS, Program, Trainer, Unsharded, WithEngine
 
 #: Configurations of the engine, and whether the models break the graph.
@@ -25,6 +25,7 @@ FRONT_ENDS: dict[str, tuple[dict[str, Any], bool]] = {
 Found = tuple[list[list[float]], list[dict[str, torch.Tensor]]]
 
 
+@where_ranks_run
 def unsharded(situation: str, world: int, breaks: bool) -> Found:
     program = Program(lambda model, steps, before: Unsharded(model, world, steps), lambda model: model, breaks)
     SITUATIONS[situation](program)

@@ -102,8 +102,13 @@ def counts_recordings(rank: int, world: int) -> None:
     from deepcompile import compiled_graph, recording
 
     started: list[int] = []
-    start = recording.start
-    recording.start = lambda *args, **more: started.append(1) or start(*args, **more)
+
+    class Counted(recording.Recording):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            started.append(1)
+            super().__init__(*args, **more)
+
+    recording.Recording = Counted
     run = DynamicRun("dynamic")
     model = run.make()
     deepcompile.shard(model, {"timeout": 20})

@@ -67,7 +67,7 @@ def speaks(rank: int, world: int, folder: str) -> None:
     assert "predicted step" in rows and "measured step" in rows
     assert "decisions, the most exposed first" in str(engine.explain())
     events = json.loads(pathlib.Path(folder, f"{rank}.json").read_text())["traceEvents"]
-    assert {"take", "gather", "grad", "reduce"} <= {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"read", "gather", "gradient", "reduction"} <= {event["cat"] for event in events if event["ph"] == "X"}
 
 
 def test_the_engine_says_what_became_active_explains_and_traces_it(tmp_path) -> None:

@@ -49,7 +49,7 @@ def explains(rank: int, world: int, path: str) -> None:
     assert len(said) == (1 if rank == 0 else 0)
     events = json.loads(pathlib.Path(path, f"{rank}.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert {event["cat"] for event in spans} == {"take", "grad", "gather", "reduce"}
+    assert {event["cat"] for event in spans} == {"read", "gradient", "gather", "reduction"}
     assert all(event["dur"] >= 0 for event in spans)
     assert "embed.weight" in {event["name"] for event in spans}
 

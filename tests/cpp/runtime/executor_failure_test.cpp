@@ -39,7 +39,7 @@ TEST_P(ExecutorFailure, AGradientOfTheWrongSizeIsRefusedWithBoth) {
         concat("reduce_grad: parameter (id 1, shape [6], Float) got a gradient of shape [2, 2], which has 4 elements "
                "instead of 6 (rank ",
                rank.rank(), " of 2)"));
-    EXPECT_FALSE(graph->backwardOpen()) << "a refused gradient opens nothing";
+    EXPECT_FALSE(graph->reducer().open()) << "a refused gradient opens nothing";
   });
 }
 
@@ -88,7 +88,7 @@ TEST_P(ExecutorFailure, AnErrorInAReductionSurfacesAtTheEndOfTheBackwardAndOnlyT
                concat("reducing the gradients of 1 parameters (ids 2, Float) on rank ", rank.rank(), " of 2 failed: "));
     EXPECT_HAS(error, rank.rank() == 1 ? "rank 1 was told to fail in reduce_scatter" : "rank 0 waited too long");
     EXPECT_HAS(error, "`timeout` bounds the wait and `debug` names the ranks that differ");
-    EXPECT_FALSE(graph->backwardOpen());
+    EXPECT_FALSE(graph->reducer().open());
   });
 }
 

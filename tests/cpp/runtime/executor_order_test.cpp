@@ -86,7 +86,7 @@ TEST_P(ExecutorOrder, AGradientThatOneRankLacksCountsAsZerosThere) {
         graph->endBackward();
         const Whole second = plainParams()[1];
         EXPECT_TRUE(close(rank.gradient(2), sliceOf(second, rank, gradientOf(0, 2, second.numel, step) / 2)));
-        EXPECT_TRUE(graph->withoutGradient().ids().empty()) << "one rank had it";
+        EXPECT_TRUE(graph->reducer().withoutGradient().ids().empty()) << "one rank had it";
         expectMeans(rank, {plainParams()[0], plainParams()[2]}, {step});
       }
     });
@@ -100,12 +100,12 @@ TEST_P(ExecutorOrder, AGradientThatAllRanksLackIsKnownAsSuchAndLeavesZeros) {
     runRanks(with, [](Rank& rank) {
       const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
       runBackward(*graph, rank, plainParams());
-      EXPECT_TRUE(graph->withoutGradient().ids().empty());
+      EXPECT_TRUE(graph->reducer().withoutGradient().ids().empty());
       graph->startBackward(true);
       give(*graph, rank, 3, 1);
       give(*graph, rank, 1, 1);
       graph->endBackward();
-      EXPECT_EQ(graph->withoutGradient().ids(), (std::vector<std::int64_t>{2}));
+      EXPECT_EQ(graph->reducer().withoutGradient().ids(), (std::vector<std::int64_t>{2}));
       EXPECT_TRUE(close(rank.gradient(2), at::zeros_like(rank.gradient(2))));
       EXPECT_EQ(rank.context->stats.gradients_missing, 1);
     });

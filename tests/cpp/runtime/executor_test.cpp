@@ -58,7 +58,7 @@ TEST_P(Executor, ManySmallBucketsGiveTheSame) {
 TEST_P(Executor, APlannedBucketIsReducedWhenItsLastGradientIsThere) {
   runRanks(setup(3), [](Rank& rank) {
     const auto graph = graphOf<Z2CustomOpExecutor>(rank, awkwardParams());
-    graph->planReductions({{6, 4}, {3, 2}, {1, 5}});  // gradients come as 6, 5, 4, 3, 2, 1
+    graph->reducer().plan({{6, 4}, {3, 2}, {1, 5}});  // gradients come as 6, 5, 4, 3, 2, 1
     for (int step = 0; step < 2; ++step) {
       graph->startBackward(true);
       const auto before = rank.context->stats.buckets_flushed.load();
@@ -78,15 +78,33 @@ TEST_P(Executor, APlannedBucketIsReducedWhenItsLastGradientIsThere) {
 TEST_P(Executor, APlannedBucketMayBeLargerThanTheBucketSize) {
   runRanks(setup(2, 1), [](Rank& rank) {
     const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
-    graph->planReductions({{3, 2, 1}});
+    graph->reducer().plan({{3, 2, 1}});
     runBackward(*graph, rank, plainParams());
     expectMeans(rank, plainParams());
     EXPECT_EQ(rank.context->stats.buckets_flushed, 1);
     graph->startBackward(true);
-    EXPECT_HAS(errorOf([&] { graph->planReductions({}); }), "planned in the middle of a backward");
-    EXPECT_HAS(errorOf([&] { graph->forgetOrder(); }), "what is trainable changes in the middle of a backward");
+    EXPECT_HAS(errorOf([&] { graph->reducer().forgetOrder(); }),
+               "what is trainable changes in the middle of a backward");
     giveGradients(*graph, rank, plainParams());
     graph->endBackward();
+  });
+}
+
+TEST_P(Executor, ReductionsThatArePlannedWithinABackwardHoldFromTheNextOneOn) {
+  runRanks(setup(2), [](Rank& rank) {
+    const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
+    const auto flushed = [&] { return rank.context->stats.buckets_flushed.load(); };
+    graph->startBackward(true);
+    graph->reducer().plan({{3}, {2}, {1}});
+    giveGradients(*graph, rank, plainParams());
+    graph->endBackward();
+    EXPECT_EQ(flushed(), 1);
+    runBackward(*graph, rank, plainParams());
+    EXPECT_EQ(flushed(), 1 + 3);
+    graph->reducer().plan({});
+    runBackward(*graph, rank, plainParams());
+    EXPECT_EQ(flushed(), 1 + 3 + 1);
+    expectMeans(rank, plainParams());
   });
 }
 
@@ -219,7 +237,7 @@ TEST_P(Executor, EndingABackwardThatIsNotOpenDoesNothing) {
   runRanks(world, [](Rank& rank) {
     const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
     graph->endBackward();
-    EXPECT_FALSE(graph->backwardOpen());
+    EXPECT_FALSE(graph->reducer().open());
   });
   EXPECT_TRUE(world.reductions->history().empty());
 }
@@ -228,10 +246,10 @@ TEST_P(Executor, TheFirstGradientOpensABackwardWhenNoneIsOpen) {
   runRanks(setup(2), [](Rank& rank) {
     const auto graph = graphOf<Z2CustomOpExecutor>(rank, plainParams());
     for (int step = 0; step < 2; ++step) {
-      EXPECT_FALSE(graph->backwardOpen());
+      EXPECT_FALSE(graph->reducer().open());
       testing::giveGradients(*graph, rank, plainParams(), step);
-      EXPECT_TRUE(graph->backwardOpen());
-      EXPECT_TRUE(graph->backwardImplicit());
+      EXPECT_TRUE(graph->reducer().open());
+      EXPECT_TRUE(graph->reducer().begunByGradient());
       graph->endBackward();
       expectMeans(rank, plainParams(), {step});
     }

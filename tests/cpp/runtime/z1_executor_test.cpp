@@ -47,7 +47,7 @@ TEST_P(Z1, WhatWasKeptTravelsAlsoWhenTheLastBackwardHasNoGradient) {
     graph->startBackward(true);
     graph->endBackward();
     expectMeans(rank, plainParams(), {0});
-    EXPECT_TRUE(graph->withoutGradient().ids().empty());
+    EXPECT_TRUE(graph->reducer().withoutGradient().ids().empty());
     runBackward(*graph, rank, plainParams(), true, 1);
     expectMeans(rank, plainParams(), {1});
   });
@@ -94,7 +94,7 @@ TEST_P(Z1, AGradientThatOnlyOneRankKeptCountsForAll) {
     graph->startBackward(true);
     graph->endBackward();
     EXPECT_TRUE(close(rank.gradient(2), sliceOf(second, rank, gradientOf(1, 2, second.numel) / 2)));
-    EXPECT_EQ(graph->withoutGradient().ids(), (std::vector<std::int64_t>{1, 3}));
+    EXPECT_EQ(graph->reducer().withoutGradient().ids(), (std::vector<std::int64_t>{1, 3}));
   });
 }
 

@@ -49,9 +49,9 @@ TEST_P(Z3Failure, AFailedGatherSurfacesAtItsWaitAndOnlyThere) {
     const at::Tensor good = graph->allgatherParam(1, std::nullopt);
     at::Tensor bad;
     EXPECT_EQ(errorOf([&] { bad = graph->allgatherParam(2, std::nullopt); }), "");
-    EXPECT_EQ(errorOf([&] { graph->waitAllgather(good, 1); }), "");
+    EXPECT_EQ(errorOf([&] { graph->gatherer().wait(good, 1); }), "");
     EXPECT_TRUE(at::equal(good, valuesOf(1)));
-    const std::string error = errorOf([&] { graph->waitAllgather(bad, 2); });
+    const std::string error = errorOf([&] { graph->gatherer().wait(bad, 2); });
     EXPECT_HAS(error, concat("gathering parameter 'layer2' (id 2, shape [6], Float) (graph 4) on ", rank.context->place,
                              " failed: "));
     EXPECT_HAS(error, rank.rank() == 1 ? "rank 1 was told to fail" : "rank 0 waited too long");
@@ -64,7 +64,7 @@ TEST_P(Z3Failure, AGatherThatOneRankSkipsIsADeadlineThatNamesTheParameter) {
     const auto graph = graphOf(rank);
     hurry(rank);
     if (rank.rank() == 0) {
-      graph->waitAllgather(graph->allgatherParam(1, std::nullopt), 1);
+      graph->gatherer().wait(graph->allgatherParam(1, std::nullopt), 1);
     }
   });
   EXPECT_HAS(errors[0],
@@ -76,7 +76,7 @@ TEST_P(Z3Failure, DebugModeNamesTheRanksThatGatherDifferentParameters) {
   const auto errors = errorsOfRanks(world, [](Rank& rank) {
     const auto graph = graphOf(rank);
     const std::int64_t id = 1 + rank.rank();  // of equal size: without debug the values would be silently wrong
-    graph->waitAllgather(graph->allgatherParam(id, std::nullopt), id);
+    graph->gatherer().wait(graph->allgatherParam(id, std::nullopt), id);
   });
   for (const std::string& error : errors) {
     EXPECT_HAS(
@@ -92,7 +92,7 @@ TEST_P(Z3Failure, DebugModeRefusesAReadBeforeTheWait) {
     EXPECT_HAS(errorOf([&] { full.const_data_ptr<float>(); }),
                concat("parameter 'layer1' (id 1, shape [6], Float) is read before wait_allgather (graph 4, ",
                       rank.context->place, ")"));
-    graph->waitAllgather(full, 1);
+    graph->gatherer().wait(full, 1);
     EXPECT_TRUE(at::equal(full, valuesOf(1)));
   });
 }
@@ -101,9 +101,9 @@ TEST_P(Z3Failure, DebugModeFillsReleasedMemoryWithNaN) {
   runRanks(setup(true), [](Rank& rank) {
     const auto graph = graphOf(rank);
     const at::Tensor full = graph->allgatherParam(1, std::nullopt);
-    graph->waitAllgather(full, 1);
+    graph->gatherer().wait(full, 1);
     const auto* memory = full.const_data_ptr<float>();
-    graph->releaseParam(1, 1);
+    graph->gatherer().release(1, 1);
     const Buffer again = rank.pool->take(24);
     ASSERT_EQ(again.memory.get(), memory);
     EXPECT_TRUE(std::isnan(memory[0]));
@@ -113,9 +113,9 @@ TEST_P(Z3Failure, DebugModeFillsReleasedMemoryWithNaN) {
 TEST_P(Z3Failure, DebugModeRefusesAReleaseTooMany) {
   runRanks(setup(true), [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->waitAllgather(graph->allgatherParam(1, std::nullopt), 1);
-    graph->releaseParam(1, 1);
-    EXPECT_HAS(errorOf([&] { graph->releaseParam(1, 1); }),
+    graph->gatherer().wait(graph->allgatherParam(1, std::nullopt), 1);
+    graph->gatherer().release(1, 1);
+    EXPECT_HAS(errorOf([&] { graph->gatherer().release(1, 1); }),
                "is not gathered by this graph, or was released by all its users");
   });
 }
@@ -123,7 +123,7 @@ TEST_P(Z3Failure, DebugModeRefusesAReleaseTooMany) {
 TEST_P(Z3Failure, DebugModeRefusesAReductionWithoutAGather) {
   runRanks(setup(true), [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->waitAllgather(graph->allgatherParam(1, std::nullopt), 1);
+    graph->gatherer().wait(graph->allgatherParam(1, std::nullopt), 1);
     graph->startBackward(true);
     EXPECT_EQ(errorOf([&] { graph->reduceGrad(at::ones({6}), 1); }), "");
     EXPECT_HAS(errorOf([&] { graph->reduceGrad(at::ones({6}), 1); }),
@@ -140,7 +140,7 @@ TEST_P(Z3Failure, AfterAFailedGatherLaterGathersFailWithTheFirstError) {
     hurry(rank);
     const at::Tensor first = graph->allgatherParam(1, std::nullopt);
     const at::Tensor second = graph->allgatherParam(2, std::nullopt);
-    EXPECT_HAS(errorOf([&] { graph->waitAllgather(second, 2); }), "gathering parameter 'layer1'");
+    EXPECT_HAS(errorOf([&] { graph->gatherer().wait(second, 2); }), "gathering parameter 'layer1'");
   });
 }
 
@@ -150,7 +150,7 @@ TEST_P(Z3Failure, AFailedGatherIsHeardOfAtTheEndOfTheBackwardAlsoWhenNobodyWaite
   world.gathers->failAt(1, 1);
   runRanks(world, [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->prefetchParamsFused({1, 2}, std::nullopt);
+    graph->gatherer().prefetch({1, 2}, std::nullopt);
     graph->startBackward(true);
     EXPECT_HAS(errorOf([&] { graph->endBackward(); }), "gathering parameters 1, 2 (graph 4)");
   });
@@ -172,13 +172,13 @@ TEST(Z3WithWorkers, AParameterMayBeReleasedWhileItsGatherIsInFlight) {
     world.gathers->close();
     rank.reduce_comm->barrier();
     graph->allgatherParam(1, std::nullopt);
-    graph->releaseParam(1, 1);
+    graph->gatherer().release(1, 1);
     const at::Tensor other = graph->allgatherParam(2, std::nullopt);  // another size: idle memory must make room
     world.gathers->open();
-    graph->waitAllgather(other, 2);
+    graph->gatherer().wait(other, 2);
     EXPECT_TRUE(at::equal(other, at::full({10}, 2.0)));
     const at::Tensor again = graph->allgatherParam(1, std::nullopt);
-    graph->waitAllgather(again, 1);
+    graph->gatherer().wait(again, 1);
     EXPECT_TRUE(at::equal(again, at::ones({1 << 16})));
   });
 }

@@ -50,25 +50,26 @@ class Z3Replay : public ::testing::TestWithParam<CpuStreamMode> {
 };
 
 void readForward(Z3CustomOpExecutor& graph, std::int64_t id) {
-  EXPECT_TRUE(at::equal(graph.gatherShard(id, std::nullopt, false), valuesOf(id)));
+  EXPECT_TRUE(at::equal(graph.gatherer().read(id, std::nullopt, false), valuesOf(id)));
 }
 
 void readBackward(Z3CustomOpExecutor& graph, const Rank& rank, std::int64_t id) {
   const auto version = DSParamRegistry::versionOf(rank.registry->getParam(id).getDSTensor());
-  EXPECT_TRUE(at::equal(graph.gatherAgain({1, id, at::kFloat, version, rank.context->generation}), valuesOf(id)));
+  EXPECT_TRUE(
+      at::equal(graph.gatherer().readAgain({1, id, at::kFloat, version, rank.context->generation}), valuesOf(id)));
 }
 
 TEST_P(Z3Replay, GathersAreFusedAndWhatThePlanKeepsIsNotGatheredAgain) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     std::vector<std::string> agreed;
-    graph->follow(followerOf(agreed));
+    graph->gatherer().follow(followerOf(agreed));
     readForward(*graph, 1);
     EXPECT_GT(rank.pool->live(), 0);  // 2 is there ahead of its use
     readForward(*graph, 2);
     readBackward(*graph, rank, 2);
     readBackward(*graph, rank, 1);
-    graph->endCycle();
+    graph->gatherer().endCycle();
     EXPECT_EQ(rank.context->stats.gathers_launched.load(), 3);  // 1, 2, and 1 again
     EXPECT_EQ(rank.context->stats.gathers_fused.load(), 2);
     EXPECT_EQ(rank.pool->live(), 0);
@@ -81,16 +82,16 @@ TEST_P(Z3Replay, WhatWasGatheredForNothingGoesBackToThePool) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     std::vector<std::string> agreed;
-    graph->follow(followerOf(agreed));
+    graph->gatherer().follow(followerOf(agreed));
     readForward(*graph, 1);
     readForward(*graph, 3);  // not planned: gathered on demand
     readBackward(*graph, rank, 1);
-    graph->endCycle();
+    graph->gatherer().endCycle();
     EXPECT_EQ(rank.pool->live(), 0);
     EXPECT_EQ(graph->follower()->divergences(), 1);
     EXPECT_EQ(graph->follower()->dropped(), 1);
     EXPECT_EQ(agreed.size(), 2U);
-    graph->follow(nullptr);
+    graph->gatherer().follow(nullptr);
     readForward(*graph, 2);
     EXPECT_EQ(agreed.size(), 2U);  // nobody follows any more
   });
@@ -100,10 +101,10 @@ TEST_P(Z3Replay, ATensorThatTheProgramHoldsOutlivesItsDrop) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     std::vector<std::string> agreed;
-    graph->follow(followerOf(agreed));
+    graph->gatherer().follow(followerOf(agreed));
     readForward(*graph, 1);
-    const at::Tensor held = graph->gatherShard(2, std::nullopt, false);
-    graph->follow(nullptr);  // given up in the middle
+    const at::Tensor held = graph->gatherer().read(2, std::nullopt, false);
+    graph->gatherer().follow(nullptr);  // given up in the middle
     EXPECT_TRUE(at::equal(held, valuesOf(2)));
   });
 }
@@ -119,7 +120,7 @@ std::shared_ptr<const StepSchedule> graphSchedule() {
 }
 
 void readCompiled(Z3CustomOpExecutor& graph, std::int64_t id) {
-  EXPECT_TRUE(at::equal(graph.gatherShard(id, std::nullopt, false, false, /*traced=*/true), valuesOf(id)));
+  EXPECT_TRUE(at::equal(graph.gatherer().read(id, std::nullopt, false, false, /*traced=*/true), valuesOf(id)));
 }
 
 TEST_P(Z3Replay, ACompiledGraphRunsByItsScheduleWhicheverParametersItIsCalledWith) {
@@ -128,7 +129,7 @@ TEST_P(Z3Replay, ACompiledGraphRunsByItsScheduleWhicheverParametersItIsCalledWit
     const auto& stats = rank.context->stats;
     std::int64_t gathered = 0;
     for (const std::vector<std::int64_t>& params : {std::vector<std::int64_t>{1, 2}, {2, 3}}) {
-      graph->beginGraph(graphSchedule(), params, nullptr);
+      graph->gatherer().beginGraph(graphSchedule(), params, nullptr);
       EXPECT_EQ(stats.gathers_fused.load(), gathered += 2);  // at its beginning
       readCompiled(*graph, params[1]);
       readForward(*graph, 1);  // the program's own read between has nothing to do with it
@@ -144,12 +145,12 @@ TEST_P(Z3Replay, ACompiledGraphRunsByItsScheduleWhicheverParametersItIsCalledWit
 TEST_P(Z3Replay, ACompiledGraphThatReadsAnotherParameterThanItsScheduleIsAnErrorThatNamesBoth) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->beginGraph(graphSchedule(), {1, 2}, nullptr);
+    graph->gatherer().beginGraph(graphSchedule(), {1, 2}, nullptr);
     const std::string error = testing::errorOf([&] { readCompiled(*graph, 3); });
     EXPECT_HAS(error, "reads parameter (id 3");
     EXPECT_HAS(error, "where its schedule has parameter (id 2");
     readCompiled(*graph, 3);  // the rest on demand
-    graph->beginGraph(nullptr, {}, nullptr);
+    graph->gatherer().beginGraph(nullptr, {}, nullptr);
     readCompiled(*graph, 1);
   });
 }
@@ -158,56 +159,12 @@ TEST_P(Z3Replay, WhereTheWholeStepIsFollowedAGraphsOwnScheduleIsNot) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     std::vector<std::string> agreed;
-    graph->follow(followerOf(agreed));
-    graph->beginGraph(graphSchedule(), {2, 3}, nullptr);
+    graph->gatherer().follow(followerOf(agreed));
+    graph->gatherer().beginGraph(graphSchedule(), {2, 3}, nullptr);
     EXPECT_EQ(rank.context->stats.gathers_launched.load(), 0);
     readCompiled(*graph, 1);
     EXPECT_EQ(rank.context->stats.gathers_launched.load(), 2);
-    graph->follow(nullptr);
-  });
-}
-
-TEST_P(Z3Replay, BucketsAreReducedWhereThePlanSaysAndTheGradientsAreTheSame) {
-  runRanks(setup(), [](Rank& rank) {
-    const auto graph = graphOf(rank);
-    for (const bool planned : {false, true}) {
-      const std::int64_t before = rank.context->stats.buckets_flushed.load();
-      if (planned) {
-        EXPECT_EQ(graph->reductionOrder(), (std::vector<std::int64_t>{3, 2, 1}));
-        EXPECT_HAS(testing::errorOf([&] { graph->planFlushes({true}); }), "does not fit an order of 3");
-        graph->planFlushes({true, true, true});  // the last is left to the end of the backward
-      }
-      graph->startBackward(true);
-      for (const std::int64_t id : {3, 2, 1}) {
-        graph->reduceGrad(gradientOf(rank.rank(), id, 6), id);
-      }
-      graph->endBackward();
-      EXPECT_EQ(rank.context->stats.buckets_flushed.load() - before, 3);  // a bucket of 8 elements holds one gradient
-      for (const std::int64_t id : kIds) {
-        const at::Tensor mean = meanGradient(2, id, 6).narrow(0, rank.rank() * 3L, 3);
-        EXPECT_TRUE(close(rank.gradient(id), mean)) << id;
-      }
-    }
-  });
-  GroupSetup wide = setup();
-  wide.bucket_size = 64;
-  runRanks(wide, [](Rank& rank) {
-    const auto graph = graphOf(rank);
-    const auto flushed = [&] { return rank.context->stats.buckets_flushed.load(); };
-    const auto backward = [&] {
-      const std::int64_t before = flushed();
-      graph->startBackward(true);
-      for (const std::int64_t id : {3, 2, 1}) {
-        graph->reduceGrad(gradientOf(rank.rank(), id, 6), id);
-      }
-      graph->endBackward();
-      return flushed() - before;
-    };
-    EXPECT_EQ(backward(), 1);
-    graph->planFlushes({true, false, false});
-    EXPECT_EQ(backward(), 2);
-    graph->planFlushes({});
-    EXPECT_EQ(backward(), 1);
+    graph->gatherer().follow(nullptr);
   });
 }
 

@@ -46,7 +46,7 @@ std::shared_ptr<Z3CustomOpExecutor> graphOf(Rank& rank, bool persistent = false)
 
 at::Tensor gather(Z3CustomOpExecutor& graph, std::int64_t id, std::optional<at::ScalarType> dtype = std::nullopt) {
   at::Tensor full = graph.allgatherParam(id, dtype);
-  graph.waitAllgather(full, id);
+  graph.gatherer().wait(full, id);
   return full;
 }
 
@@ -96,16 +96,16 @@ TEST_P(Z3, AFusedPrefetchIsOneCommunicationAndLeavesNothingToLaunch) {
   World world(setup());
   runRanks(world, [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->prefetchParamsFused({1, 2, 1}, std::nullopt);
+    graph->gatherer().prefetch({1, 2, 1}, std::nullopt);
     EXPECT_TRUE(at::equal(gather(*graph, 1), valuesOf(1)));
     EXPECT_TRUE(at::equal(gather(*graph, 2), valuesOf(2)));
     EXPECT_EQ(rank.context->traffic->calls(Collective::AllGather), 1);
     EXPECT_EQ(rank.context->stats.gathers_fused, 2);
-    graph->prefetchParamsFused({1, 2}, std::nullopt);
+    graph->gatherer().prefetch({1, 2}, std::nullopt);
     EXPECT_EQ(rank.context->traffic->calls(Collective::AllGather), 1);
-    graph->prefetchParamsFused({2, 1}, std::vector<at::ScalarType>{at::kHalf, at::kFloat});
+    graph->gatherer().prefetch({2, 1}, std::vector<at::ScalarType>{at::kHalf, at::kFloat});
     EXPECT_TRUE(at::equal(gather(*graph, 2, at::kHalf), valuesOf(2).to(at::kHalf)));
-    EXPECT_HAS(errorOf([&] { graph->prefetchParamsFused({1}, std::vector<at::ScalarType>{}); }),
+    EXPECT_HAS(errorOf([&] { graph->gatherer().prefetch({1}, std::vector<at::ScalarType>{}); }),
                "0 dtypes for 1 parameters");
   });
   EXPECT_EQ(world.gathers->history()[1], "all_gather 12+1");
@@ -117,10 +117,10 @@ TEST_P(Z3, AReleaseAfterTheLastOfItsUsersFreesTheStorageAndSaysSo) {
     for (int pass = 0; pass < 2; ++pass) {
       graph->startForward();
       const at::Tensor full = gather(*graph, 1);
-      graph->releaseParam(1, 2);
+      graph->gatherer().release(1, 2);
       EXPECT_TRUE(at::equal(full, valuesOf(1)));
       EXPECT_GT(rank.pool->live(), 0);
-      graph->releaseParam(1, 2);
+      graph->gatherer().release(1, 2);
       EXPECT_EQ(rank.pool->live(), 0);
       EXPECT_EQ(full.storage().nbytes(), 0u);
       EXPECT_HAS(
@@ -136,7 +136,7 @@ TEST_P(Z3, TheMemoryOfAReleasedParameterServesTheNextGather) {
     const auto graph = graphOf(rank);
     for (int i = 0; i < 5; ++i) {
       gather(*graph, 1);
-      graph->releaseParam(1, 1);
+      graph->gatherer().release(1, 1);
     }
     EXPECT_EQ(rank.pool->taken() - rank.pool->reused(), 1);
   });
@@ -146,13 +146,13 @@ TEST_P(Z3, DifferentCountsOfUsersInOnePassAreRefused) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     gather(*graph, 1);
-    graph->releaseParam(1, 3);
-    EXPECT_HAS(errorOf([&] { graph->releaseParam(1, 2); }),
+    graph->gatherer().release(1, 3);
+    EXPECT_HAS(errorOf([&] { graph->gatherer().release(1, 2); }),
                "is released with n_users=2 after n_users=3 in the same pass");
-    EXPECT_HAS(errorOf([&] { graph->releaseParam(1, 1); }), "is released with n_users=1 after n_users=3");
-    EXPECT_HAS(errorOf([&] { graph->releaseParam(1, 0); }), "n_users is 0");
+    EXPECT_HAS(errorOf([&] { graph->gatherer().release(1, 1); }), "is released with n_users=1 after n_users=3");
+    EXPECT_HAS(errorOf([&] { graph->gatherer().release(1, 0); }), "n_users is 0");
     graph->startForward();  // another pass counts anew
-    EXPECT_EQ(errorOf([&] { graph->releaseParam(1, 2); }), "");
+    EXPECT_EQ(errorOf([&] { graph->gatherer().release(1, 2); }), "");
   });
 }
 
@@ -160,7 +160,7 @@ TEST_P(Z3, APersistentParameterStaysGathered) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank, /*persistent=*/true);
     const at::Tensor full = gather(*graph, 1);
-    graph->releaseParam(1, 1);
+    graph->gatherer().release(1, 1);
     EXPECT_TRUE(at::equal(full, valuesOf(1)));
     gather(*graph, 1);
     EXPECT_EQ(rank.context->stats.gathers_launched, 1);
@@ -174,7 +174,7 @@ TEST_P(Z3, ATensorOverShardsIsTakenUpAgainWhereNobodyHasItAnyMoreUntilTheReadsEn
     const auto graph = graphOf(rank);
     const at::Tensor& shard = rank.registry->getParam(1).getDSTensor();
     const auto read = [&](bool traced = true) {
-      return graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, traced);
+      return graph->gatherer().read(1, std::nullopt, /*keep=*/false, /*backward=*/false, traced);
     };
     const auto storageOf = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
     const auto& stats = rank.context->stats;
@@ -219,7 +219,7 @@ TEST_P(Z3, ATensorOverShardsServesLaterStepsUntilTheShardLiesElsewhere) {
     const auto graph = graphOf(rank);
     const at::Tensor& shard = rank.registry->getParam(1).getDSTensor();
     const auto read = [&] {
-      return graph->gatherShard(1, std::nullopt, /*keep=*/false, /*backward=*/false, /*traced=*/true);
+      return graph->gatherer().read(1, std::nullopt, /*keep=*/false, /*backward=*/false, /*traced=*/true);
     };
     const auto begin = [&] {
       graph->endReads();
@@ -258,9 +258,9 @@ TEST_P(Z3, StorageIsFreedWhenNoGraphHoldsTheParameter) {
     const auto second = rank.graph<Z3CustomOpExecutor>(2, {2, 1});
     const at::Tensor full = gather(*first, 1);
     gather(*second, 1);
-    first->releaseParam(1, 1);
+    first->gatherer().release(1, 1);
     EXPECT_TRUE(at::equal(full, valuesOf(1)));
-    second->releaseParam(1, 1);
+    second->gatherer().release(1, 1);
     EXPECT_EQ(rank.pool->live(), 0);
   });
 }
@@ -268,9 +268,9 @@ TEST_P(Z3, StorageIsFreedWhenNoGraphHoldsTheParameter) {
 TEST_P(Z3, WaitingForWhatIsNotBeingGatheredIsAnError) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
-    EXPECT_HAS(errorOf([&] { graph->waitAllgather(at::empty({0}), 1); }), "is not being gathered (graph 1, ");
+    EXPECT_HAS(errorOf([&] { graph->gatherer().wait(at::empty({0}), 1); }), "is not being gathered (graph 1, ");
     graph->allgatherParam(1, std::nullopt);
-    EXPECT_EQ(errorOf([&] { graph->waitAllgather(at::empty({0}), 1); }), "") << "the id decides, not the tensor";
+    EXPECT_EQ(errorOf([&] { graph->gatherer().wait(at::empty({0}), 1); }), "") << "the id decides, not the tensor";
   });
 }
 
@@ -278,29 +278,29 @@ TEST_P(Z3, WhatAutogradSavedIsGatheredAgainUntilItIsLetGo) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
     const auto key = *gatherKeyOf(gather(*graph, 1, at::kBFloat16));
-    graph->releaseParam(1, 1);
+    graph->gatherer().release(1, 1);
     {
-      const at::Tensor again = graph->gatherAgain(key);
+      const at::Tensor again = graph->gatherer().readAgain(key);
       EXPECT_TRUE(at::equal(again, valuesOf(1).to(at::kBFloat16)));
       EXPECT_EQ(rank.context->stats.gathers_in_backward, 1);
       EXPECT_GT(rank.pool->live(), 0);
     }
     EXPECT_EQ(rank.pool->live(), 0);
     rank.registry->getParam(1).getDSTensor().unsafeGetTensorImpl()->bump_version();
-    EXPECT_HAS(errorOf([&] { graph->gatherAgain(key); }), "was changed between the forward and the backward");
+    EXPECT_HAS(errorOf([&] { graph->gatherer().readAgain(key); }), "was changed between the forward and the backward");
   });
 }
 
 TEST_P(Z3, AnOffloadedShardIsBroughtBackForItsGather) {
   runRanks(setup(), [](Rank& rank) {
     const auto graph = graphOf(rank);
-    graph->offloadParameter(1);
+    graph->gatherer().offload(1);
     EXPECT_TRUE(rank.registry->getParam(1).isOffloaded());
     EXPECT_TRUE(at::equal(gather(*graph, 1), valuesOf(1)));
-    graph->releaseParam(1, 1);
-    graph->offloadParameter(1);
-    graph->offloadParameter(1);  // is away already: nothing to do or to count
-    graph->reloadParameter(1);
+    graph->gatherer().release(1, 1);
+    graph->gatherer().offload(1);
+    graph->gatherer().offload(1);  // is away already: nothing to do or to count
+    graph->gatherer().reload(1);
     EXPECT_TRUE(at::equal(gather(*graph, 1), valuesOf(1)));
     EXPECT_EQ(rank.context->stats.bytes_offloaded, 2 * 12 * 4);
     EXPECT_EQ(rank.context->stats.bytes_reloaded, 12 * 4);

@@ -1,4 +1,6 @@
-// Gathers of ZeRO-3 and their end: memory, collective, the copy that is handed out, its release.
+// Gathers and their end: memory, collective, the copy that is handed out, its release.
+#include "deepcompile/runtime/parameter_gatherer.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -14,18 +16,23 @@
 #include "deepcompile/runtime/device_stream.h"
 #include "deepcompile/runtime/raw_tensor.h"
 #include "deepcompile/runtime/storage_guard.h"
-#include "deepcompile/runtime/z3_executor.h"
 
 namespace dc {
 
-bool Z3CustomOpExecutor::hasCurrentCopy(const Wanted& wanted) {
-  const GatheredParam* copy = param_registry_->findGathered(wanted.id, wanted.dtype);
-  return copy != nullptr && !copy->let_go && param_registry_->isCurrent(wanted.id, *copy);
+ParameterGatherer::ParameterGatherer(Parts parts)
+    : parts_(std::move(parts)),
+      schedule_([registry = parts_.registry](std::int64_t id) { return registry->getParam(id).describe(); },
+                concat("graph ", parts_.graph_id, ", ", parts_.context->place)),
+      in_place_(parts_.comm, parts_.stream, parts_.context, parts_.registry, parts_.members->ids()) {}
+
+bool ParameterGatherer::hasCurrentCopy(const Wanted& wanted) {
+  const GatheredParam* copy = parts_.registry->findGathered(wanted.id, wanted.dtype);
+  return copy != nullptr && !copy->let_go && parts_.registry->isCurrent(wanted.id, *copy);
 }
 
-void Z3CustomOpExecutor::hold(std::int64_t ds_id) {
+void ParameterGatherer::hold(std::int64_t ds_id) {
   if (held_.insert(ds_id)) {
-    ++param_registry_->holders(ds_id);
+    ++parts_.registry->holders(ds_id);
   }
 }
 
@@ -41,86 +48,87 @@ bool isGuard(const at::Tensor& tensor) {
 
 // Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the
 // tensor cannot be read until waitAllgather puts the storage under it.
-at::Tensor Z3CustomOpExecutor::handOut(const GatheredParam& copy) const {
+at::Tensor ParameterGatherer::handOut(const GatheredParam& copy) const {
   at::Tensor out = aliasOf(copy.tensor);
-  if (context_->config.debug && !copy.waited) {
+  if (parts_.context->config.debug && !copy.waited) {
     const auto key = *gatherKeyOf(copy.tensor);
     auto guard =
         c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), copy.tensor.storage().nbytes(),
                                               c10::DataPtr(nullptr, out.device()), nullptr, false);
-    guardStorage(*guard, concat(param_registry_->getParam(key.id).describe(), " is read before wait_allgather (graph ",
-                                graph_id_, ", ", place(), ")"));
+    guardStorage(*guard, concat(parts_.registry->getParam(key.id).describe(), " is read before wait_allgather (graph ",
+                                parts_.graph_id, ", ", parts_.context->place, ")"));
     out.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(guard)));
   }
   return out;
 }
 
-GatherKey Z3CustomOpExecutor::keyOf(const Wanted& wanted, const at::Tensor& shard) const {
-  return {graph_id_, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), context_->generation};
+GatherKey ParameterGatherer::keyOf(const Wanted& wanted, const at::Tensor& shard) const {
+  return {parts_.graph_id, wanted.id, wanted.dtype, DSParamRegistry::versionOf(shard), parts_.context->generation};
 }
 
-at::Tensor Z3CustomOpExecutor::overShards(const Wanted& wanted) {
+at::Tensor ParameterGatherer::overShards(const Wanted& wanted) {
   auto memory = in_place_.find(wanted.id, wanted.dtype);
   if (memory == nullptr) {
     return at::Tensor();
   }
-  context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
-  const DSParam& param = param_registry_->getParam(wanted.id);
+  parts_.context->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+  const DSParam& param = parts_.registry->getParam(wanted.id);
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t bytes = param.getPaddedNumel() * static_cast<std::int64_t>(c10::elementSize(wanted.dtype));
   return makeInPlace(std::move(memory), bytes, keyOf(wanted, shard), param.getShape(), shard.device(),
-                     context_->recorder->recording() ? context_->recorder : nullptr);
+                     parts_.context->trace->wantsReleases() ? parts_.context->trace : nullptr);
 }
 
 // Where the shards lie where they did, a tensor over them serves again, also in a later step, in which they hold other
 // numbers.
-GatheredParam* Z3CustomOpExecutor::takeUpAgain(const Wanted& wanted) {
-  GatheredParam* const copy = param_registry_->findGathered(wanted.id, wanted.dtype);
+GatheredParam* ParameterGatherer::takeUpAgain(const Wanted& wanted) {
+  GatheredParam* const copy = parts_.registry->findGathered(wanted.id, wanted.dtype);
   if (copy == nullptr || !copy->let_go || copy->tensor.storage().use_count() != 1 ||
-      in_place_.place(wanted.id, wanted.dtype) != copy->tensor.const_data_ptr() || context_->recorder->recording()) {
+      in_place_.place(wanted.id, wanted.dtype) != copy->tensor.const_data_ptr() ||
+      parts_.context->trace->wantsReleases()) {
     return nullptr;
   }
-  const at::Tensor& shard = param_registry_->getParam(wanted.id).getDSTensor();
+  const at::Tensor& shard = parts_.registry->getParam(wanted.id).getDSTensor();
   const GatherKey key = keyOf(wanted, shard);
   setGatherKey(copy->tensor, key);
   copy->version = key.version;
   copy->valid = true;
   copy->let_go = false;
-  context_->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
+  parts_.context->stats.gathers_in_place.fetch_add(1, std::memory_order_relaxed);
   return copy;
 }
 
-GatheredParam* Z3CustomOpExecutor::readInPlace(const Wanted& wanted, bool traced) {
+GatheredParam* ParameterGatherer::readInPlace(const Wanted& wanted, bool traced) {
   GatheredParam* copy = traced && in_place_.holding() ? takeUpAgain(wanted) : nullptr;
   if (copy == nullptr) {
     at::Tensor tensor = overShards(wanted);
     if (!tensor.defined()) {
       return nullptr;
     }
-    copy = &param_registry_->registerGatheredParam(wanted.id, std::move(tensor));
+    copy = &parts_.registry->registerGatheredParam(wanted.id, std::move(tensor));
     copy->in_place = true;
   }
   read_in_place_.insert(wanted.id);
-  context_->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
+  parts_.context->stats.gathers_launched.fetch_add(1, std::memory_order_relaxed);
   return copy;
 }
 
-Z3CustomOpExecutor::Launched Z3CustomOpExecutor::prepare(const Wanted& wanted) {
+ParameterGatherer::Launched ParameterGatherer::prepare(const Wanted& wanted) {
   if (at::Tensor tensor = overShards(wanted); tensor.defined()) {
     return {GatherPart(), std::move(tensor)};
   }
-  const DSParam& param = param_registry_->getParam(wanted.id);
+  const DSParam& param = parts_.registry->getParam(wanted.id);
   const at::Tensor& shard = param.getDSTensor();
   const std::int64_t padded = param.getPaddedNumel();
-  Buffer buffer = gather_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)),
-                                     currentStream(shard.device()));
+  Buffer buffer = parts_.pool->take(padded * static_cast<std::int64_t>(c10::elementSize(wanted.dtype)),
+                                    currentStream(shard.device()));
   if (!buffer.free_after.trivial()) {
-    gather_.stream->wait(buffer.free_after, context_->deadline());
+    parts_.stream->wait(buffer.free_after, parts_.context->deadline());
   }
   void* const memory = buffer.memory.get();
-  at::Tensor gathered = makeGathered(gather_.pool, std::move(buffer), keyOf(wanted, shard), param.getShape(),
-                                     shard.device(), context_->recorder);
-  if (gather_.comm->size() == 1 && padded == param.numel()) {
+  at::Tensor gathered = makeGathered(parts_.pool, std::move(buffer), keyOf(wanted, shard), param.getShape(),
+                                     shard.device(), parts_.context->trace);
+  if (parts_.comm->size() == 1 && padded == param.numel()) {
     return {{shard, gathered}, gathered};  // copied in the caller's own order, whatever its shape
   }
   return {{shard.dim() == 1 ? shard : shard.view({-1}), rawTensor(memory, {padded}, wanted.dtype, shard.device())},
@@ -152,13 +160,13 @@ std::vector<GatherPart> castToTravel(const Communicator& comm, const std::vector
 
 }  // namespace
 
-Event Z3CustomOpExecutor::start(std::span<const Wanted> wanted, std::span<const Launched> launched) {
-  auto& stats = context_->stats;
+Event ParameterGatherer::start(std::span<const Wanted> wanted, std::span<const Launched> launched) {
+  auto& stats = parts_.context->stats;
   stats.gathers_launched.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
   if (wanted.size() > 1) {
     stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
   }
-  if (gather_.comm->size() == 1) {
+  if (parts_.comm->size() == 1) {
     // Nobody to wait for: a copy in the caller's own order.
     c10::SmallVector<CopyPart, 1> copies;
     for (const Launched& one : launched) {
@@ -182,47 +190,48 @@ Event Z3CustomOpExecutor::start(std::span<const Wanted> wanted, std::span<const 
   if (parts.empty()) {
     return Event();  // all of them are read in place
   }
-  if (context_->config.sync_before_allgather) {
-    gather_.stream->synchronize(context_->deadline());
+  if (parts_.context->config.sync_before_allgather) {
+    parts_.stream->synchronize(parts_.context->deadline());
   }
   std::string signature =
-      context_->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
-  auto what = [ids = std::move(ids), label = param_registry_->getParam(wanted[0].id).label(), graph = graph_id_,
-               context = context_] {
+      parts_.context->config.debug ? concat("gather of parameters ", join_as_str(ids, ", ")) : std::string();
+  auto what = [ids = std::move(ids), label = parts_.registry->getParam(wanted[0].id).label(), graph = parts_.graph_id,
+               context = parts_.context] {
     return concat("gathering ", ids.size() == 1 ? *label : "parameters " + join_as_str(ids, ", ", 100), " (graph ",
                   graph, ") on ", context->place);
   };
-  runCollective(*gather_.stream, std::move(what),
-                [comm = gather_.comm, parts = std::move(parts), tag, signature = std::move(signature),
-                 context = context_, on_callers_thread = gather_.stream->followsCaller(), first = wanted[0].id] {
-                  const std::int64_t began = Timeline::now();
-                  const Timeline::Mark started = context->timeline->mark();
-                  agreeOnCollective(*comm, signature);
-                  comm->allGather(castToTravel(*comm, parts), tag);
-                  if (started) {
-                    std::int64_t bytes = 0;
-                    for (const GatherPart& part : parts) {
-                      bytes += static_cast<std::int64_t>(part.full.nbytes());
-                    }
-                    context->timeline->add(Timeline::Kind::Gather, first, bytes, started);
-                  }
-                  if (on_callers_thread) {
-                    context->countWait(began);
-                  }
-                });
-  Event ready = gather_.stream->record();
+  runCollective(
+      *parts_.stream, std::move(what),
+      [comm = parts_.comm, parts = std::move(parts), tag, signature = std::move(signature), context = parts_.context,
+       on_callers_thread = parts_.stream->followsCaller(), first = wanted[0].id, dtype = wanted[0].dtype] {
+        const std::int64_t began = StepTrace::now();
+        const StepTrace::Moment started = context->trace->moment();
+        agreeOnCollective(*comm, signature);
+        comm->allGather(castToTravel(*comm, parts), tag);
+        if (started) {
+          std::int64_t bytes = 0;
+          for (const GatherPart& part : parts) {
+            bytes += static_cast<std::int64_t>(part.full.nbytes());
+          }
+          context->trace->add({TraceEntry::Kind::Gather, first, dtype, bytes}, started);
+        }
+        if (on_callers_thread) {
+          context->countWait(began);
+        }
+      });
+  Event ready = parts_.stream->record();
   for (const Launched& one : launched) {
     setFreeAfter(one.tensor, ready);
   }
-  if (context_->config.sync_after_allgather) {
-    context_->await(ready);
+  if (parts_.context->config.sync_after_allgather) {
+    parts_.context->await(ready);
   }
   return ready;
 }
 
-void Z3CustomOpExecutor::launch(std::span<const Wanted> wanted) {
+void ParameterGatherer::launch(std::span<const Wanted> wanted) {
   std::vector<Wanted> rest;
-  if (context_->small_together && in_place_.holding() && gather_.comm->size() > 1) {
+  if (parts_.context->small_together && in_place_.holding() && parts_.comm->size() > 1) {
     rest.assign(wanted.begin(), wanted.end());
     gatherTogether(rest);
     wanted = rest;
@@ -234,16 +243,17 @@ void Z3CustomOpExecutor::launch(std::span<const Wanted> wanted) {
 
 // What is known to be small goes first, as one collective; what is small and was not known goes with it next time. The
 // ranks gather the same, so they know the same.
-void Z3CustomOpExecutor::gatherTogether(std::vector<Wanted>& wanted) {
-  if (!std::exchange(together_gathered_, true)) {
+void ParameterGatherer::gatherTogether(std::vector<Wanted>& wanted) {
+  if (small_.firstGather()) {
     std::vector<Wanted> small;
-    for (auto& [key, stays] : together_) {
-      if (!stays && !hasCurrentCopy({key.first, key.second})) {
-        small.push_back({key.first, key.second});
-        ++param_registry_->holders(key.first);
-        stays = true;
+    small_.stay([&](const Wanted& key) {
+      const bool take = !hasCurrentCopy(key);
+      if (take) {
+        small.push_back(key);
+        ++parts_.registry->holders(key.id);
       }
-    }
+      return take;
+    });
     if (!small.empty()) {
       launchNow(small);
     }
@@ -252,22 +262,21 @@ void Z3CustomOpExecutor::gatherTogether(std::vector<Wanted>& wanted) {
   }
   for (const Wanted& one : wanted) {
     const std::int64_t bytes = bytesOf(one);
-    if (bytes <= kSmallBytes && together_bytes_ + bytes <= kTogetherBytes &&
-        in_place_.find(one.id, one.dtype) == nullptr && together_.try_emplace({one.id, one.dtype}, false).second) {
-      together_bytes_ += bytes;
+    if (small_.mayNote(bytes) && in_place_.find(one.id, one.dtype) == nullptr) {
+      small_.note(one, bytes);
     }
   }
 }
 
-void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
+void ParameterGatherer::launchNow(std::span<const Wanted> wanted) {
   c10::SmallVector<Launched, 1> launched;
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {
     // What is there is out of date: its memory first, so that the new copy may use it. A program that still holds it is
     // told so when it reads it. Where it may be out of date for all that the runtime knows, but the shard shows no
     // change, the program keeps what it holds.
-    if (const GatheredParam* old = param_registry_->findGathered(one.id, one.dtype); old != nullptr && !old->let_go) {
-      const DSParam& param = param_registry_->getParam(one.id);
+    if (const GatheredParam* old = parts_.registry->findGathered(one.id, one.dtype); old != nullptr && !old->let_go) {
+      const DSParam& param = parts_.registry->getParam(one.id);
       if (old->version == DSParamRegistry::versionOf(param.getDSTensor())) {
         forgetCopy(one);
       } else {
@@ -282,10 +291,10 @@ void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
   }
   const Event ready = start(wanted, {launched.data(), launched.size()});
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    GatheredParam& copy = param_registry_->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
+    GatheredParam& copy = parts_.registry->registerGatheredParam(wanted[i].id, std::move(launched[i].tensor));
     copy.ready = ready;
     copy.caller = ready.trivial() ? 0 : currentStream(copy.tensor.device());
-    if (context_->config.sync_after_allgather) {
+    if (parts_.context->config.sync_after_allgather) {
       awaitCopy(copy);
     }
     if (!launched[i].part.full.defined()) {
@@ -295,31 +304,28 @@ void Z3CustomOpExecutor::launchNow(std::span<const Wanted> wanted) {
   }
 }
 
-at::Tensor Z3CustomOpExecutor::allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype) {
+at::Tensor ParameterGatherer::gather(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool backward) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const DSParam& param = member(ds_id);
   const Wanted wanted{ds_id, dtype.value_or(param.getDtype())};
   if (hasCurrentCopy(wanted)) {
-    context_->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
+    parts_.context->stats.gathers_reused.fetch_add(1, std::memory_order_relaxed);
   } else {
     launch(wanted);
   }
   hold(ds_id);
-  if (backwardOpen()) {
+  if (backward) {
     gathered_in_backward_.insert(ds_id);
   }
-  if (context_->config.debug) {
-    ++gathered_[ds_id];
-  }
-  return handOut(*param_registry_->findGathered(ds_id, wanted.dtype));
+  return handOut(*parts_.registry->findGathered(ds_id, wanted.dtype));
 }
 
-void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds_ids,
-                                             const std::optional<std::vector<at::ScalarType>>& dtypes) {
+void ParameterGatherer::prefetch(const std::vector<std::int64_t>& ds_ids,
+                                 const std::optional<std::vector<at::ScalarType>>& dtypes) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(!dtypes || dtypes->size() == ds_ids.size(), [&] {
     return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ",
-                  graph_id_, ", ", place(), ")");
+                  parts_.graph_id, ", ", parts_.context->place, ")");
   });
   std::vector<Wanted> wanted;
   for (std::size_t i = 0; i < ds_ids.size(); ++i) {
@@ -339,15 +345,15 @@ void Z3CustomOpExecutor::prefetchParamsFused(const std::vector<std::int64_t>& ds
   }
 }
 
-void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) {
+void ParameterGatherer::wait(const at::Tensor& v, std::int64_t ds_id) {
   const DSParam& param = member(ds_id);
-  auto& copies = param_registry_->gatheredCopies(ds_id);
-  check(param_registry_->hasGatheredParam(ds_id), [&] {
-    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", graph_id_, ", ", place(),
-                  ")");
+  auto& copies = parts_.registry->gatheredCopies(ds_id);
+  check(parts_.registry->hasGatheredParam(ds_id), [&] {
+    return concat("wait_allgather: ", param.describe(), " is not being gathered (graph ", parts_.graph_id, ", ",
+                  parts_.context->place, ")");
   });
   // A tensor of another dtype than any copy is a dummy: the id decides.
-  const bool by_dtype = v.numel() > 0 && param_registry_->findGathered(ds_id, v.scalar_type()) != nullptr;
+  const bool by_dtype = v.numel() > 0 && parts_.registry->findGathered(ds_id, v.scalar_type()) != nullptr;
   for (GatheredParam& copy : copies) {
     if (copy.let_go) {
       continue;
@@ -356,26 +362,26 @@ void Z3CustomOpExecutor::waitAllgather(const at::Tensor& v, std::int64_t ds_id) 
       continue;
     }
     awaitCopy(copy);
-    if (context_->config.debug && isGuard(v) && v.sizes() == copy.tensor.sizes()) {
+    if (parts_.context->config.debug && isGuard(v) && v.sizes() == copy.tensor.sizes()) {
       v.unsafeGetTensorImpl()->set_storage_keep_dtype(copy.tensor.storage());
     }
   }
 }
 
-void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size) {
+void ParameterGatherer::release(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size) {
   const DSParam& param = member(ds_id);
   check(n_users >= 1, [&] {
     return concat("release_param: n_users is ", n_users, " for ", param.describe(), "; it must be at least 1 (graph ",
-                  graph_id_, ", ", place(), ")");
+                  parts_.graph_id, ", ", parts_.context->place, ")");
   });
-  if (context_->profiling) {
+  if (parts_.context->profiling) {
     return;
   }
-  check(!context_->config.debug || held_.contains(ds_id), [&] {
+  check(!parts_.context->config.debug || held_.contains(ds_id), [&] {
     return concat("release_param: ", param.describe(),
                   " is not gathered by this graph, or was released by all its users "
                   "already (graph ",
-                  graph_id_, ", ", place(), ")");
+                  parts_.graph_id, ", ", parts_.context->place, ")");
   });
   if (n_users > 1) {
     Uses& uses = uses_[ds_id];
@@ -384,7 +390,8 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
     }
     check(uses.n_users == n_users, [&] {
       return concat("release_param: ", param.describe(), " is released with n_users=", n_users,
-                    " after n_users=", uses.n_users, " in the same pass (graph ", graph_id_, ", ", place(), ")");
+                    " after n_users=", uses.n_users, " in the same pass (graph ", parts_.graph_id, ", ",
+                    parts_.context->place, ")");
     });
     if (--uses.left > 0) {
       return;
@@ -394,51 +401,51 @@ void Z3CustomOpExecutor::releaseParam(std::int64_t ds_id, std::int64_t n_users, 
     check(found == uses_.end() || found->second.left == 0, [&] {
       return concat("release_param: ", param.describe(),
                     " is released with n_users=1 after n_users=", found->second.n_users, " in the same pass (graph ",
-                    graph_id_, ", ", place(), ")");
+                    parts_.graph_id, ", ", parts_.context->place, ")");
     });
   }
   drop(ds_id, size);
 }
 
-void Z3CustomOpExecutor::drop(std::int64_t ds_id, ReleasedSize size) {
+void ParameterGatherer::drop(std::int64_t ds_id, ReleasedSize size) {
   if (!held_.erase(ds_id)) {
     return;
   }
-  if (--param_registry_->holders(ds_id) == 0 && !param_registry_->getParam(ds_id).isPersistent()) {
+  if (--parts_.registry->holders(ds_id) == 0 && !parts_.registry->getParam(ds_id).isPersistent()) {
     freeCopies(ds_id, size);
   }
 }
 
-void Z3CustomOpExecutor::freeCopies(std::int64_t ds_id, ReleasedSize size) {
+void ParameterGatherer::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   const std::string* message = release_messages_.find(ds_id);
   if (message == nullptr) {
-    message =
-        &release_messages_.put(ds_id, concat(param_registry_->getParam(ds_id).describe(),
-                                             " is read after its storage was freed by release_param (graph ", graph_id_,
-                                             ", ", place(), "); gather it again, or count this use in n_users"));
+    message = &release_messages_.put(
+        ds_id, concat(parts_.registry->getParam(ds_id).describe(),
+                      " is read after its storage was freed by release_param (graph ", parts_.graph_id, ", ",
+                      parts_.context->place, "); gather it again, or count this use in n_users"));
   }
-  for (const GatheredParam& copy : param_registry_->gatheredCopies(ds_id)) {
+  for (const GatheredParam& copy : parts_.registry->gatheredCopies(ds_id)) {
     if (copy.let_go) {
       continue;  // the shards stay, and so do those that read them
     }
-    if (context_->config.debug) {
-      context_->await(copy.ready);  // poisoning what a gather is still writing would be undone
+    if (parts_.context->config.debug) {
+      parts_.context->await(copy.ready);  // poisoning what a gather is still writing would be undone
     }
-    releaseStorage(copy.tensor, *message, context_->config.debug, size);
-    context_->stats.releases.fetch_add(1, std::memory_order_relaxed);
+    releaseStorage(copy.tensor, *message, parts_.context->config.debug, size);
+    parts_.context->stats.releases.fetch_add(1, std::memory_order_relaxed);
   }
-  param_registry_->unregisterGatheredParam(ds_id);
+  parts_.registry->unregisterGatheredParam(ds_id);
 }
 
 // Where the caller is on the stream that the memory was taken on, its own order is enough from here on: when the copy
 // is released the memory can go to the allocator at once, and need not stay until the host, which may be a whole pass
 // ahead of a device, sees that the gather has ended.
-void Z3CustomOpExecutor::awaitCopy(GatheredParam& copy) {
+void ParameterGatherer::awaitCopy(GatheredParam& copy) {
   if (copy.waited) {
     return;
   }
   if (!copy.ready.trivial()) {
-    context_->await(copy.ready);
+    parts_.context->await(copy.ready);
     if (currentStream(copy.tensor.device()) == copy.caller) {
       setFreeAfter(copy.tensor, Event());
     }

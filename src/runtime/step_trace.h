@@ -1,0 +1,124 @@
+// What happened in a step: one append-only log of the program's events and of what ran on the channels, with times.
+//
+// Everything that looks at a step is a view of this log: the measurements behind a plan, `deepcompile.record()`, and
+// the trace for Perfetto. There may be several readers at once; each gets what was logged since it began. While there
+// is none, an event costs one relaxed load; else two or three moments and an append. On a device a moment is an event
+// of the current stream, turned into nanoseconds when a reader stops: tracing never waits for the device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+namespace dc {
+
+// A point of an event on a device, whose time is known when the device has passed it.
+class DeviceTime;
+
+struct TraceEntry {
+  enum class Kind : std::uint8_t {
+    // Events of the calling program, in its order.
+    Read,         // a parameter is asked for; `launched` lies between the call and the moment when it is readable
+    Group,        // one of the parameters that a leaf module asks for at once; all of them have the same start
+    Release,      // the memory of a gathered copy went back; an instant
+    Gradient,     // a gradient is handed over
+    EndBackward,  // with what had to be waited for; `id` is -1
+    BeginGraph,   // a compiled graph begins to run; an instant; `id` is -1
+    // The channels, from any thread. `id` is the first parameter's, `bytes` are those of all of them.
+    Gather,
+    Reduction,
+  };
+  Kind kind = Kind::Read;
+  std::int64_t id = -1;
+  at::ScalarType dtype = at::kFloat;
+  std::int64_t bytes = 0;      // of the whole parameter or gradient
+  bool backward = false;       // called in a backward pass
+  bool gathers = false;        // a read that found no copy
+  int iteration = 0;           // parameters were updated between two iterations
+  int micro = 0;               // micro-batch: backwards since the last update
+  std::int64_t start = 0;      // nanoseconds of the steady clock
+  std::int64_t launched = -1;  // of a read: its gather was started, or its copy found
+  std::int64_t end = 0;
+};
+
+class StepTrace {
+ public:
+  // A moment: of the host's clock, or of the current stream of the device.
+  struct Moment {
+    std::int64_t host = 0;  // 0: nothing is traced
+    std::shared_ptr<DeviceTime> device = nullptr;
+    explicit operator bool() const { return host != 0 || device != nullptr; }
+  };
+  // A reader: the place in the log from which on it reads. Every start is followed by a stop or a drop.
+  using Reader = std::int64_t;
+  struct Taken {
+    std::vector<TraceEntry> entries;
+    std::int64_t ended = 0;      // when the reader stopped
+    bool compiled_code = false;  // compiled code handed over gradients
+  };
+
+  StepTrace();
+  ~StepTrace();
+
+  static std::int64_t now();
+
+  // From now on moments are those of the device. Before the first reader.
+  void useDevice(at::Device device) { device_ = device; }
+
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  // True while a reader wants to know when copies are released: then none is kept to be handed out again.
+  bool wantsReleases() const { return wants_releases_.load(std::memory_order_relaxed); }
+  Reader start(bool releases = false);
+  // What was logged since `reader` began. Iterations and micro-batches count from its first entry. On a device it waits
+  // for what was launched.
+  Taken stop(Reader reader);
+  // The reader wants nothing. Waits for nothing.
+  void drop(Reader reader);
+
+  // The moment now, where something is traced. On a device: when the current stream has come this far.
+  Moment moment() const;
+  // `entry` began at `start` and ends now. Does nothing where `start` was not traced: what began before is left out.
+  void add(TraceEntry entry, const Moment& start) { addRead(entry, start, Moment(), -1); }
+  // The same for a read, launched at `launched`. `version` of the shard tells iterations apart.
+  void addRead(TraceEntry entry, const Moment& start, const Moment& launched, std::int64_t version);
+  // From any thread.
+  void addInstant(TraceEntry entry);
+  void noteCompiledCode();
+
+ private:
+  struct Pending {
+    TraceEntry entry;
+    Moment start;
+    Moment launched;
+    Moment end;
+  };
+  void append(TraceEntry entry, Moment start, Moment launched, Moment end);
+  void remove(Reader reader);
+  void noteReaders();
+  std::int64_t timeOf(const Moment& moment, const Moment& base) const;
+  Moment matchedClocks() const;
+
+  at::Device device_ = at::kCPU;
+  std::atomic<bool> on_{false};
+  std::atomic<bool> wants_releases_{false};
+  std::mutex mutex_;
+  Moment base_;                          // a moment that is known on both clocks
+  std::multimap<Reader, bool> readers_;  // and whether they want releases
+  std::int64_t first_ = 0;               // place of the oldest entry that is kept
+  std::deque<Pending> log_;
+  std::int64_t compiled_code_ = -1;                          // the place at which compiled code was seen last
+  std::unordered_map<std::int64_t, std::int64_t> versions_;  // of each shard at its last read
+  int iteration_ = 0;
+  int micro_ = 0;
+  bool backward_ = false;  // the program's last event was in a backward: where a release belongs
+};
+
+}  // namespace dc
