@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,9 @@ def load(path: Path) -> Result:
     if not found["rows"]:
         raise BadResult(f"{path.name}: no rows")
     rows = [row_of(row, f"{path.name}, row {index}") for index, row in enumerate(found["rows"], 1)]
+    twice = [key for key, count in Counter((row.name, row.peer) for row in rows).items() if count > 1]
+    if twice:
+        raise BadResult(f"{path.name}: {twice[0]} stands there more than once")
     return Result(**{**found, "rows": rows})
 
 

@@ -101,7 +101,7 @@ def measure_operators(report: Report, rounds: int, device: str) -> None:
     per_parameter = {name: seconds / COUNT * 1e6 for name, seconds in medians.items()}
     for ours, peers, case in (
         ("gather_ours", ("gather_copy", "gather_functional"), "gather + wait + release"),
-        ("prefetch_ours", ("gather_copy", "gather_functional"), "the same, prefetched in tens"),
+        ("prefetch_ours", ("gather_copy", "gather_functional"), "gather + wait + release, prefetched in tens"),
         ("reduce_ours", ("reduce_copy", "reduce_functional"), "reduce"),
     ):
         for peer in peers:

@@ -81,6 +81,11 @@ def test_row_that_calls_a_missed_bar_met_is_refused(tmp_path: pathlib.Path) -> N
         results.load(written(tmp_path, result))
 
 
+def test_two_rows_of_one_name_and_peer_are_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(results.BadResult, match="more than once"):
+        results.load(written(tmp_path, a_result() | {"rows": [a_row(), a_row()]}))
+
+
 def test_missed_bars_stand_at_the_top_of_the_page(tmp_path: pathlib.Path) -> None:
     text = results.page([results.load(written(tmp_path, a_result()))])
     top, section = text.split("## A step")
