@@ -79,9 +79,7 @@ class BadResult(ValueError):
 
 
 def number(value: float) -> str:
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
 
 
 def _fields(kind: type, found: dict[str, Any], where: str) -> dict[str, Any]:
@@ -133,9 +131,9 @@ def _cells(*cells: str) -> str:
 
 def _section(result: Result) -> list[str]:
     lines = [f"## {result.title}", ""]
-    lines.append(
-        f"{result.machine}; PyTorch {result.torch}; {result.date}, commit {result.commit}; `{result.command}`."
-    )
+    machine = result.machine[0].upper() + result.machine[1:]
+    origin = f"{result.date}, commit {result.commit}"
+    lines.append(f"{machine}; PyTorch {result.torch}; {origin}; `{result.command}`.")
     if result.conditions:
         lines.append(result.conditions)
     if result.source != "measured":
