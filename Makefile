@@ -86,7 +86,7 @@ demo: libraries
 	$(PYTHON) examples/llama.py
 
 bench: build
-	for benchmark in $(filter-out benchmarks/report.py benchmarks/recorded_steps.py,$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
+	for benchmark in $(filter-out $(addprefix benchmarks/,report.py results.py recorded_steps.py train_on_cuda.py),$(wildcard benchmarks/*.py)); do $(PYTHON) $$benchmark $(if $(QUICK),--quick) || exit 1; done
 
 peers: $(SETUP)
 	scripts/system-packages peers

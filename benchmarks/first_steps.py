@@ -127,17 +127,14 @@ def main() -> int:
             for name in ("plain compiled", "deepcompile"):
                 found = run(name, job, folder, options.quick)
                 seconds[name] = max(one["seconds"] for one in found)
-            ratio = seconds["deepcompile"] / seconds["plain compiled"]
-            report.add(f"{job} caches", seconds["deepcompile"], "s", "plain compiled", seconds["plain compiled"])
-            report.bar(f"{job} caches: at most {bars[job]}x of plain ({ratio:.2f})", ratio <= bars[job])
+            plain = seconds["plain compiled"]
+            report.add(f"{job} caches", seconds["deepcompile"], "s", "plain compiled", plain, ratio_bar=1 / bars[job])
             later = max(one["later"] for one in found)
-            report.add(f"{job} caches, graphs compiled after the first step", later, "graphs", "", None)
-            report.bar(f"{job} caches: no graph is compiled for a plan ({later})", later == 0)
+            report.add(f"{job} caches, graphs compiled after the first step", later, "graphs", bar=0)
         reads = found[0]["reads"]
         per_thousand = max(one["replanned"] for one in found) * 1e3 * 1000 / reads
-        report.add(f"new schedules, of {reads} reads", per_thousand, "ms/1000 reads", "", None)
-        report.bar(f"new schedules below 50 ms for 1000 reads ({per_thousand:.1f})", per_thousand < 50)
-    return report.finish(options.json)
+        report.add(f"new schedules, of {reads} reads", per_thousand, "ms/1000 reads", bar=50)
+    return report.finish(options)
 
 
 if __name__ == "__main__":

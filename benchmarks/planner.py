@@ -10,24 +10,18 @@ Every scenario of planner_scenarios.txt is planned by all strategies, proved by 
 - the time per node at 300,000 nodes is at most twice the least of the smaller graphs.
 """
 
-import argparse
 import json
 import math
-import os
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from report import Report, arguments
+
 from deepcompile import plan
 
 SCENARIOS = Path(__file__).with_name("planner_scenarios.txt")
-Row = dict[str, Any]
-
-
-def row(case: str, value: float, unit: str, peer: str, peer_value: float, ratio: float) -> Row:
-    return {"case": case, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio}
 
 
 def scenarios() -> list[dict[str, str]]:
@@ -37,20 +31,20 @@ def scenarios() -> list[dict[str, str]]:
 
 
 def compare(scenario: dict[str, str]) -> dict[str, Any]:
-    arguments = ["simulate", "--compare", "--json", "-"]
+    words = ["simulate", "--compare", "--json", "-"]
     for key, value in scenario.items():
         if key != "checkpoint":
-            arguments += [f"--{key}", value]
+            words += [f"--{key}", value]
         elif value == "no":
-            arguments.append("--no-checkpoint")
-    status, out, error = plan.command(arguments)
+            words.append("--no-checkpoint")
+    status, out, error = plan.command(words, "deepcompile")
     if status != 0:
         raise SystemExit(f"{scenario}: {error}")
-    return json.loads(out)
+    compared: dict[str, Any] = json.loads(out)
+    return compared
 
 
-def quality(chosen: list[dict[str, str]], missed: list[str]) -> list[Row]:
-    rows = []
+def quality(report: Report, chosen: list[dict[str, str]]) -> None:
     logs = []
     bound_by_links = 0
     print(f"{'scenario':66} {'on_demand':>9} {'per_block':>9} {'published':>9} {'planned':>9}  x lower bound")
@@ -67,40 +61,20 @@ def quality(chosen: list[dict[str, str]], missed: list[str]) -> list[Row]:
         )
         peers = {peer: step for peer, step in steps.items() if peer != "planned" and step is not None}
         best = min(peers, key=lambda peer: peers[peer])
-        ratio = peers[best] / steps["planned"]
-        rows.append(row(name, steps["planned"] / 1e6, "ms", best, peers[best] / 1e6, ratio))
-        if ratio < 1:
-            missed.append(f"{name}: planned is {1 / ratio:.4f} times as slow as {best}")
+        report.add(name, steps["planned"] / 1e6, "ms", best, peers[best] / 1e6, ratio_bar=1.0)
         if scenario["budget"] == "10%":
             logs.append(math.log(steps["planned"] / bound))
         factors = " ".join(f"{'-' if step is None else f'{step / bound:.3f}':>9}" for step in steps.values())
         print(f"{name:66} {factors}  {'communication' if communication else 'compute'}", flush=True)
     mean = math.exp(sum(logs) / len(logs))
-    rows.append(
-        row(f"geometric mean over the bound, {len(logs)} scenarios at 10 % free", mean, "x", "bar", 1.05, 1.05 / mean)
-    )
-    if mean > 1.05:
-        missed.append(f"geometric mean over the lower bound at 10 % free memory: {mean:.4f}, the bar is 1.05")
-    share = bound_by_links / len(chosen)
-    rows.append(
-        row(
-            f"bound by communication, of {len(chosen)} scenarios",
-            bound_by_links,
-            "scenarios",
-            "bar",
-            len(chosen) / 2,
-            share * 2,
-        )
-    )
-    if share < 0.5:
-        missed.append(f"only {bound_by_links} of {len(chosen)} scenarios are bound by communication")
+    report.add(f"geometric mean over the lower bound, {len(logs)} scenarios at 10 % free memory", mean, "x", bar=1.05)
+    name = f"bound by communication, of {len(chosen)} scenarios"
+    report.add(name, bound_by_links, "scenarios", better="higher", bar=len(chosen) / 2)
     print(f"geometric mean at 10 % free: {mean:.4f}; bound by communication: {bound_by_links} of {len(chosen)}\n")
-    return rows
 
 
-def speed(quick: bool, missed: list[str]) -> list[Row]:
+def speed(report: Report, quick: bool) -> None:
     machine = plan.preset("8xh100")
-    rows = []
     per_node = {}
     print(f"{'nodes':>9} {'seconds of one core':>20} {'us per node':>12}   (plan, prove, simulate)")
     for accumulate in [1, 8, 25, 83] if quick else [1, 3, 8, 25, 83, 166, 248]:
@@ -114,35 +88,19 @@ def speed(quick: bool, missed: list[str]) -> list[Row]:
         per_node[len(graph)] = taken / len(graph) * 1e6
         print(f"{len(graph):9} {taken:20.3f} {per_node[len(graph)]:12.2f}", flush=True)
         if accumulate == 83:
-            rows.append(row(f"plan and prove {len(graph)} nodes", taken, "s", "bar", 2.0, 2.0 / taken))
-            if taken > 2:
-                missed.append(f"{len(graph)} nodes take {taken:.2f} s, the bar is 2 s")
+            report.add(f"plan and prove {len(graph)} nodes, one core", taken, "s", bar=2.0)
     largest = max(per_node)
     least = min(value for nodes, value in per_node.items() if nodes != largest)
-    growth = per_node[largest] / least
-    rows.append(
-        row(f"time per node at {largest} nodes", per_node[largest], "us", "least of the smaller", least, 1 / growth)
-    )
-    if growth > 2:
-        missed.append(f"the time per node grows by {growth:.2f} to {largest} nodes, the bar is 2")
-    return rows
+    name = f"time per node at {largest} nodes"
+    report.add(name, per_node[largest], "us", "the least of the smaller graphs", least, ratio_bar=0.5)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every fourth scenario, graphs up to 100,000 nodes")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    options = parser.parse_args()
-    missed: list[str] = []
-    chosen = scenarios()[::4] if options.quick else scenarios()
-    rows = quality(chosen, missed) + speed(options.quick, missed)
-    if options.json:
-        machine = {"platform": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
-        Path(options.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    for text in missed:
-        print(f"missed: {text}")
-    print("all bars are met" if not missed else f"{len(missed)} missed")
-    return 1 if missed else 0
+    options = arguments(__doc__)
+    report = Report("Plans and the time to make them (quality in simulated time)")
+    quality(report, scenarios()[::4] if options.quick else scenarios())
+    speed(report, options.quick)
+    return report.finish(options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ is ``torch.ops.aten.resolve_conj.default`` of a real tensor.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 from collectives.launch import Ranks, TeamFailed
 from collectives.teams import Case
-from report import Report
+from report import Report, parser_of
 from rich.table import Table
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -204,13 +203,15 @@ class Bars:
         self.results, self.report = results, report
         self.lines: list[str] = []
 
-    def say(self, what: str, value: float | None, reached: Callable[[float], bool], where: str = "is") -> None:
+    def say(self, what: str, value: float | None, bar: float, where: str = "is", lower: bool = False) -> None:
+        """``value`` is a number of times, of which ``bar`` are wanted, or with ``lower`` microseconds, so many at most."""
         if value is None:
             self.lines.append(f"  -   {what}: not measured")
             return
-        if reached(value):
+        unit, better = ("us", "lower") if lower else ("times", "higher")
+        name = what if where == "is" else f"{what}, worst at {where}"
+        if self.report.add(name, value, unit, better=better, bar=bar).met:
             self.lines.append(f"pass  {what}: {where} {value:.2f}")
-        self.report.bar(f"{what}: {where} {value:.2f}", reached(value))
 
     def ratios(self, collective: str, dtype: str, peer: str, ours: Candidate) -> dict[int, float]:
         found = {size: self.results.ratio(collective, dtype, size, peer, ours) for size in SIZES}
@@ -224,7 +225,7 @@ class Bars:
             self.say(
                 f"{what}, {bar} times at {names}",
                 ratios.get(worst),
-                lambda ratio, bar=bar: ratio >= bar,
+                bar,
                 size_name(worst),
             )
 
@@ -237,12 +238,10 @@ class Bars:
                 lambda size: 2.5 if size >= 16 * MIB else 1.3 if size == 64 * KIB else 1.5,
             )
             mean = geometric_mean(ordinary)
-            self.say(
-                f"DeepSpeed, all-reduce {dtype}, 2.2 times in the geometric mean", mean, lambda ratio: ratio >= 2.2
-            )
+            self.say(f"DeepSpeed, all-reduce {dtype}, 2.2 times in the geometric mean", mean, 2.2)
             shared = geometric_mean(self.ratios("all-reduce", dtype, "deepspeed", SHARED))
             what = f"DeepSpeed, all-reduce {dtype}, geometric mean in shared memory, more than for ordinary tensors"
-            self.say(what, shared, lambda ratio, mean=mean: ratio > (mean or 0))
+            self.say(what, shared, mean or 0)
             if dtype == "float32":
                 openmpi = self.ratios("all-reduce", dtype, "openmpi", CALL)
                 self.each("Open MPI, all-reduce float32", openmpi, lambda size: 1.5)
@@ -254,10 +253,10 @@ class Bars:
                 self.each(f"gloo, {collective} {dtype}", gloo, lambda size: 10 if size <= MIB else 4)
             largest, smallest = SIZES[-1], ("all-reduce", dtype, SIZES[0])
             memcpy = self.ratios("all-reduce", dtype, "memcpy", OPERATOR).get(largest)
-            self.say(f"memcpy, all-reduce {dtype}, once at {size_name(largest)}", memcpy, lambda ratio: ratio >= 1)
+            self.say(f"memcpy, all-reduce {dtype}, once at {size_name(largest)}", memcpy, 1)
             ours, floor = self.results.time(*smallest, OPERATOR), self.results.time(*smallest, "no-op")
             above = None if ours is None or floor is None else ours - floor
-            self.say(f"1 KiB {dtype} in place, microseconds above a no-op operator, 1", above, lambda value: value <= 1)
+            self.say(f"1 KiB {dtype} in place, microseconds above a no-op operator, 1", above, 1, lower=True)
 
 
 def fill(report: Report, results: Results) -> None:
@@ -271,13 +270,11 @@ def fill(report: Report, results: Results) -> None:
             ratio = results.ratio(*cell, column, column.against)
             report.add(f"{case}, {column.against}", ours, "us", name, took, ratio)
         elif took is not None:
-            report.add(f"{case}, {name}", took, "us", "", None)
+            report.add(f"{case}, {name}", took, "us")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the bars hold for 2, the default")
     parser.add_argument("--peers", default=",".join(PEERS), metavar="LIST", help="of %(default)s")
     parser.add_argument("--rounds", type=int, metavar="N", help="of each measurement, in place of the usual number")
@@ -296,12 +293,12 @@ def main() -> int:
     report = Report(f"Shared-memory collectives, {options.ranks} ranks on {len(os.sched_getaffinity(0))} cores")
     report.missing_peers = [team for team in run.failures if team in PEERS]
     for team in run.failures.keys() - set(PEERS):
-        report.bar(f"{team} runs", False)
+        report.bar_not_measured(f"{team} runs")
     fill(report, run.results)
     bars = Bars(run.results, report)
     if options.ranks == 2:
         bars.judge()
-    status = report.finish(options.json, [table(run.results, collective) for collective in COLLECTIVES])
+    status = report.finish(options, [table(run.results, collective) for collective in COLLECTIVES])
     print("\n".join(bars.lines or ["Bars are for 2 ranks."]))
     for team, reason in run.failures.items():
         print(f"*** {team} WAS NOT MEASURED: {reason}")

@@ -26,15 +26,16 @@ TOKENS_PER_TURN = 4096
 CORES_A_RANK = 4
 WARM_STEPS = 12
 
+OURS = "deepcompile ZeRO-3"
 ONE_RANK = {
-    "deepcompile ZeRO-3": 1,
-    "deepcompile ZeRO-3, gathers": 1,
+    OURS: 1,
+    f"{OURS}, gathers": 1,
     "plain compiled": 1,
     "FSDP2 compiled": 1,
 }
 TWO_RANKS = {
-    "deepcompile ZeRO-3": 2,
-    "deepcompile ZeRO-3, lean": 2,  # within the least budget
+    OURS: 2,
+    f"{OURS}, lean": 2,  # within the least budget
     "FSDP2 compiled": 2,
     "DeepSpeed DeepCompile": 2,  # where it is installed (requirements-peers.txt)
     "plain compiled": 2,  # two processes that share nothing
@@ -226,7 +227,15 @@ class Measured:
         return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[other], strict=True))
 
 
-def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layers: int, turns: int) -> Measured:
+def compare(
+    report: Report,
+    names: dict[str, int],
+    shape: tuple[int, int],
+    layers: int,
+    turns: int,
+    bars: dict[tuple[str, str], float],
+) -> None:
+    """``bars``: the least ratio, by ours and the peer."""
     world = max(names.values())
     case = f"{world} rank{'s' if world > 1 else ''}, batch {shape[0]} x {shape[1]}"
     print(f"-- {case}", flush=True)
@@ -268,14 +277,16 @@ def compare(report: Report, names: dict[str, int], shape: tuple[int, int], layer
     for ours in (name for name in peaks if name.startswith("deepcompile")):
         for peer in (name for name in peaks if not name.startswith("deepcompile")):
             middles = [measured.milliseconds(name)[1] for name in (ours, peer)]
-            report.add(f"{case}: {ours}", middles[0], "ms", peer, middles[1], measured.times_as_long(peer, ours))
-            report.add(f"{case}: {ours}, peak", peaks[ours], "GiB", peer, peaks[peer])
+            ratio = measured.times_as_long(peer, ours)
+            report.add(f"{case}: {ours}", middles[0], "ms", peer, middles[1], ratio, ratio_bar=bars.get((ours, peer)))
+            ratio_bar = 1.0 if peer == "FSDP2 compiled" else None
+            report.add(f"{case}: {ours}, peak", peaks[ours], "GiB", peer, peaks[peer], ratio_bar=ratio_bar)
         if "plain compiled" in firsts:
-            report.add(f"{case}: {ours}, first step", firsts[ours], "s", "plain compiled", firsts["plain compiled"])
-            report.bar(f"{case}: first step within 1.3x of plain", firsts[ours] <= 1.3 * firsts["plain compiled"])
-        if "FSDP2 compiled" in peaks:
-            report.bar(f"{case}: {ours}: peak not above FSDP2's", peaks[ours] <= peaks["FSDP2 compiled"])
-    return measured
+            plain = firsts["plain compiled"]
+            report.add(f"{case}: {ours}, first step", firsts[ours], "s", "plain compiled", plain, ratio_bar=1 / 1.3)
+    for ours, peer in bars:
+        if ours not in measured.seconds or peer not in measured.seconds:
+            report.bar_not_measured(f"{case}: {ours} against {peer}")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -284,31 +295,22 @@ def main(options: argparse.Namespace) -> int:
     small, large = (1, 512), (4, 2048)
     shapes = {"small": [small], "large": [large], None: [small, large]}[options.batch]
 
-    def measured(names: dict[str, int], shape: tuple[int, int]) -> Measured:
+    def measure(names: dict[str, int], shape: tuple[int, int], bars: dict[tuple[str, str], float]) -> None:
         left_out = options.without.split(",") if options.without else []
         wanted = {name: count for name, count in names.items() if not any(word in name for word in left_out)}
-        return compare(report, wanted, shape, layers, turns if shape == large else 4 * turns)
-
-    def bar(text: str, found: Measured, ours: str, factor: float, peer: str) -> None:
-        if ours in found.seconds and peer in found.seconds:
-            ratio = found.times_as_long(peer, ours)
-            report.bar(f"{text}: {ratio:.3f} of {factor:.3f}", ratio >= factor)
-        else:
-            report.bar(f"{text}: not measured", False)
+        compare(report, wanted, shape, layers, turns if shape == large else 4 * turns, bars)
 
     for shape in shapes if options.ranks != 2 else []:
-        found = measured(ONE_RANK, shape)
-        where = f"one rank, batch {shape[0]} x {shape[1]}"
-        bar(f"{where}: within 1.05x of plain", found, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
-        bar(f"{where}: gathering, within 1.15x", found, "deepcompile ZeRO-3, gathers", 1 / 1.15, "plain compiled")
-        factor = 2.5 if shape == small else 1.05
-        bar(f"{where}: {factor}x faster than FSDP2", found, "deepcompile ZeRO-3", factor, "FSDP2 compiled")
+        bars = {
+            (OURS, "plain compiled"): 1 / 1.05,
+            (f"{OURS}, gathers", "plain compiled"): 1 / 1.15,
+            (OURS, "FSDP2 compiled"): 2.5 if shape == small else 1.05,
+        }
+        measure(ONE_RANK, shape, bars)
     for shape in shapes if options.ranks != 1 else []:
-        found = measured(TWO_RANKS, shape)
-        where = f"two ranks, batch {shape[0]} x {shape[1]}"
         if shape == small:
-            for peer in ("FSDP2 compiled", "DeepSpeed DeepCompile"):
-                bar(f"{where}: 1.4x faster than {peer}", found, "deepcompile ZeRO-3", 1.4, peer)
+            bars = {(OURS, peer): 1.4 for peer in ("FSDP2 compiled", "DeepSpeed DeepCompile")}
         else:
-            bar(f"{where}: within 1.05x of two alone", found, "deepcompile ZeRO-3", 1 / 1.05, "plain compiled")
-    return report.finish(options.json)
+            bars = {(OURS, "plain compiled"): 1 / 1.05}
+        measure(TWO_RANKS, shape, bars)
+    return report.finish(options)

@@ -146,6 +146,6 @@ def test_without_a_plan_inductor_gathers_each_large_parameter_where_it_is_used()
 def test_the_process_needs_no_more_memory_than_planned_nor_than_fsdp(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--quick", "--json", str(tmp_path / "rows.json")]
     subprocess.run(command, check=True, timeout=1200)
-    rows = {(row["case"], row["peer"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    rows = {(row["name"], row["peer"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     assert rows["least", "FSDP2 compiled"]["ratio"] >= 1
     assert 0.95 <= rows["least", "predicted"]["ratio"] <= 1.05
