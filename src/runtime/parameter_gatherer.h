@@ -74,6 +74,7 @@ class ParameterGatherer {
 
   // See ScheduledReads.
   void follow(std::shared_ptr<ScheduleFollower> follower) { dropCopies(schedule_.follow(std::move(follower))); }
+  const std::shared_ptr<ScheduleFollower>& follower() const { return schedule_.follower(); }
   void endCycle() { dropCopies(schedule_.endCycle()); }
   void beginGraph(std::shared_ptr<const StepSchedule> schedule, std::vector<std::int64_t> params,
                   std::shared_ptr<StateOffload> states) {

@@ -136,7 +136,8 @@ def test_while_a_piece_is_updated_only_its_neighbours_are_on_the_device_with_it(
 
 
 def whole_loop(rank: int, world: int) -> None:
-    more = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "fp16": {"enabled": True}}
+    fp16 = {"enabled": True, "initial_scale_power": 8}  # no update is skipped but the one that is meant to be
+    more = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "fp16": fp16}
     results = []
     for offload in (False, True):
         engine = engine_of(Run("llama", {}, config(offload=offload, **more)))
@@ -146,7 +147,7 @@ def whole_loop(rank: int, world: int) -> None:
             losses.append(loss.item())
             engine.backward(loss * float("inf") if step == 3 and rank == 1 else loss)  # the second update is skipped
             engine.step()
-        assert engine.skipped_steps == 1
+        assert engine.skipped_steps == 1, (offload, engine.skipped_steps, losses)
         results.append((losses, deepcompile.full_state_dict(engine.module)))
         if offload:
             assert engine.sharding.runtime.states.bytes_away == bytes_of_states(engine)
@@ -362,24 +363,29 @@ def llama(config: dict[str, Any], steps: int = 4) -> Run:
 
 
 def away_at_the_turn(engine: deepcompile.Engine) -> set[str]:
-    """Whose states are on the host between forward and backward, as the plan has it."""
+    """Whose states are on the host between forward and backward, as the plan has it. What it has behind the forward's last
+    read is done when the backward begins.
+    """
     step = engine.sharding.planner.training_step()
     assert step is not None and step.plan is not None and step.plan.states is not None
     names = {sharded.id: sharded.name for sharded in engine.sharding.params}
     away = {names[i] for i in step.plan.states.on_host}
     leaving: dict[Any, list[str]] = {}
+    at_the_last_read: set[str] = set()
     graph = step.plan.micro.graph
     for kind, node, operation, items in step.plan.micro.instructions:
         states = [graph.params[index] for item, index in items if item == "state"]
         if kind == "compute" and graph.nodes[node].startswith("b"):
             break
+        if kind == "compute":
+            at_the_last_read = set(away)
         if kind == "offload":
             leaving[operation] = states
         elif kind == "wait":
             away |= set(leaving.pop(operation, []))
         elif kind == "reload":
             away -= set(states)
-    return away
+    return at_the_last_read
 
 
 def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> int:
@@ -393,7 +399,8 @@ def follows_the_plan(rank: int, world: int, backend: str, budget: int | str) -> 
         if step > 0:
             away = away_at_the_turn(engine)
             expected = sum(2 * s.param.nbytes for s in engine.sharding.params if s.name in away)
-            assert engine.sharding.runtime.states.bytes_away == expected > 0
+            away_now = engine.sharding.runtime.states.bytes_away
+            assert away_now == expected > 0, (step, away_now, expected, sorted(away), str(engine.explain()))
         engine.backward(loss)
         engine.step()
     if backend == "aot_eager":
@@ -535,12 +542,12 @@ def evaluates(rank: int, world: int, budget: int) -> None:
     with torch.no_grad():
         engine(run.batch(rank, 0, 0))
     steps = engine.sharding.planner.steps.values()
-    assert [step.why_not for step in steps if not step.trains] == [""]
+    assert [step.why_not for step in steps if not step.trains] == [""], [(s.name, s.why_not) for s in steps]
     assert engine.sharding.planner.training_step().plan.states.on_host
 
 
 def test_an_evaluation_is_planned_beside_the_states_that_are_there_between_updates() -> None:
-    run_ranks(2, evaluates, 671328, environment=INLINE)
+    run_ranks(2, evaluates, 720_000, environment=INLINE)
 
 
 def without_a_plan(rank: int, world: int, kind: str) -> None:

@@ -74,7 +74,7 @@ TEST_P(Z3Replay, GathersAreFusedAndWhatThePlanKeepsIsNotGatheredAgain) {
     EXPECT_EQ(rank.context->stats.gathers_fused.load(), 2);
     EXPECT_EQ(rank.pool->live(), 0);
     EXPECT_TRUE(agreed.empty());
-    EXPECT_EQ(graph->follower()->cycles(), 1);
+    EXPECT_EQ(graph->gatherer().follower()->cycles(), 1);
   });
 }
 
@@ -88,8 +88,8 @@ TEST_P(Z3Replay, WhatWasGatheredForNothingGoesBackToThePool) {
     readBackward(*graph, rank, 1);
     graph->gatherer().endCycle();
     EXPECT_EQ(rank.pool->live(), 0);
-    EXPECT_EQ(graph->follower()->divergences(), 1);
-    EXPECT_EQ(graph->follower()->dropped(), 1);
+    EXPECT_EQ(graph->gatherer().follower()->divergences(), 1);
+    EXPECT_EQ(graph->gatherer().follower()->dropped(), 1);
     EXPECT_EQ(agreed.size(), 2U);
     graph->gatherer().follow(nullptr);
     readForward(*graph, 2);
