@@ -84,7 +84,8 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
 
 def replan(engine: Any) -> dict[str, float]:
     """The time from a new plan to its being what the graphs run by: schedules are made and exchanged."""
-    from deepcompile.planning.step_plan import graph_schedule, reads_of
+    from deepcompile.compiler.reads import reads_of
+    from deepcompile.planning.step_plan import graph_schedule
     from deepcompile.runtime.load import _C
 
     step = engine.sharding.planner.training_step()

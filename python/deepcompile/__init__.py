@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from deepcompile import comm, shm
+from deepcompile import comm, dc, shm
 from deepcompile._version import __version__
 from deepcompile.comm import init_distributed
 from deepcompile.compiler import backend as _backend  # noqa: F401 - torch.compile(backend="deepcompile")
@@ -18,12 +18,12 @@ from deepcompile.replay.compiled_graph import CompiledGraph
 from deepcompile.replay.recorded_ops import RecordedOps
 from deepcompile.replay.recording import get_recorded_ops, record
 from deepcompile.replay.replay import compile
-from deepcompile.runtime import dc
 from deepcompile.runtime import load as _load  # noqa: F401 - registers torch.ops.dc and torch.ops.deepspeed
 from deepcompile.runtime.cuda_parts import cuda_available
 from deepcompile.sharding.deferred import init_sharded
 from deepcompile.sharding.optimizer_states import full_optimizer_state_dict
-from deepcompile.sharding.sharding import shard, update_trainable
+from deepcompile.sharding.shard import shard
+from deepcompile.sharding.sharding import update_trainable
 from deepcompile.sharding.unsharded import full_params, full_state_dict
 
 #: For CMAKE_PREFIX_PATH, so that ``find_package(deepcompile)`` finds the C++ library of this package.

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import hashlib
 import logging
-import pathlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,7 +19,10 @@ from torch import fx
 
 from deepcompile.compiler.compile_log import compiling, graph_name
 from deepcompile.compiler.grouped_calls import group_calls
+from deepcompile.compiler.reads import reads_of, slots_of, with_reads
 from deepcompile.compiler.segments import (
+    BACKWARD,
+    FORWARD,
     GATHER,
     Segments,
     cut,
@@ -33,11 +33,9 @@ from deepcompile.compiler.segments import (
     only_from_gathers,
     share_gathers,
 )
-from deepcompile.planning.step_graph import BACKWARD, FORWARD
-from deepcompile.planning.step_plan import reads_of, slots_of, with_reads
-from deepcompile.planning.step_planner import CompiledCall
 from deepcompile.runtime.after_import import after_import
 from deepcompile.runtime.load import _C
+from deepcompile.sharding.sharding import CompiledCall, open_shardings
 
 _log = logging.getLogger("deepcompile")
 
@@ -116,12 +114,10 @@ class _Unit:
     """One graph that Dynamo traced."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        from deepcompile.sharding.sharding import open_shardings
-
         self._module, self._inputs = module, example_inputs
         self._shardings: list[Any] = []  # more than one where a model reads another's parameters
         found: list[tuple[int, Any, str]] = []
-        for sharding in sorted(open_shardings(), key=lambda sharding: sharding.graph_id):
+        for sharding in open_shardings():
             members = sharding.by_parameter()
             own = [
                 (index, sharding, members[value].name)
@@ -286,17 +282,6 @@ def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return other
 
 
-@functools.cache
-def _version_of_compiled_code() -> str:
-    """What Inductor makes of a graph also depends on how operators are lowered: code that another version has left in its
-    cache is not ours.
-    """
-    digest = hashlib.sha256()
-    for name in ("backend", "operators", "grouped_calls", "segments", "../planning/step_plan"):
-        digest.update((pathlib.Path(__file__).parent / f"{name}.py").read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def _partitioner(unit: _Unit) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -307,7 +292,7 @@ def _partitioner(unit: _Unit) -> Any:
             return unit.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return f"deepcompile {_version_of_compiled_code()}"  # what it decides is in the graph's text
+            return "deepcompile"  # what it decides is in the graph's text, and its code in the key of every cache
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -7,10 +7,8 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
 

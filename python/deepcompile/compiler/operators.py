@@ -11,6 +11,7 @@ that is reduced from where it lies, which Inductor must not use again either, it
 from __future__ import annotations
 
 import functools
+import pathlib
 import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
+from deepcompile.runtime import compile_cache, saved_tensors
 from deepcompile.runtime import load as _load  # noqa: F401 - registers torch.ops.dc and torch.ops.deepspeed
 from deepcompile.runtime.after_import import after_import
+from deepcompile.sharding import sharded_modules
 
 _ops = torch.ops.dc
 
@@ -233,9 +236,6 @@ def _register_lowerings(lowering: ModuleType) -> None:
 
 def _skip_our_own_frames(eval_frame: ModuleType) -> None:
     """Called from code that Dynamo leaves alone, these would be compiled as graphs of their own."""
-    from deepcompile.runtime import saved_tensors
-    from deepcompile.sharding import sharded_modules
-
     for function in (saved_tensors._pack, saved_tensors._unpack, *sharded_modules.EAGER_FRAMES):
         eval_frame.skip_code(function.__code__)
 
@@ -244,8 +244,6 @@ def keep_guards(guards: Sequence[Any]) -> list[bool]:
     """Leaves out Dynamo's guards on what our properties are made of. That never changes: another reading of a parameter is
     another class. But these guards keep Dynamo from seeing at a glance that the modules around them are as they were.
     """
-    from deepcompile.sharding import sharded_modules
-
     ours = tuple(
         guard.name
         for guard in guards
@@ -254,6 +252,7 @@ def keep_guards(guards: Sequence[Any]) -> list[bool]:
     return [not guard.name.startswith(ours) for guard in guards]
 
 
+compile_cache.note_code(pathlib.Path(__file__).parent)
 for _op in EFFECTS:
     has_side_effect(_op)
 after_import("torch._dynamo.eval_frame", _skip_our_own_frames)

@@ -28,6 +28,8 @@ GATHER = _ops.gather_shard.default
 REDUCE = _ops.reduce_shard.default
 PREFETCH = _ops.prefetch_shards.default
 
+FORWARD, BACKWARD = "forward", "backward"
+
 #: Parameters of up to this many bytes are small, if they are also much smaller than the largest.
 SMALL_BYTES = 64 * 1024
 SMALL_PART = 16

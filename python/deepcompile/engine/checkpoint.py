@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile.safetensors import save_safetensors
+from deepcompile.sharding.sharding import ShardedParam, Sharding
 from deepcompile.sharding.state_offload import as_large
 
 if TYPE_CHECKING:
     from deepcompile.engine.engine import Engine
-    from deepcompile.sharding.sharding import ShardedParam, Sharding
 
 _FORMAT = 1
 _LATEST = "latest"

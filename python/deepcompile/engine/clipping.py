@@ -8,14 +8,12 @@ latest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepcompile.sharding.shard_aware_torch import total_norm_over_shards
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding
 
 
 class Clipping:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding
 
 
 class HostLap:

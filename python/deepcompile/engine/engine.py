@@ -22,10 +22,12 @@ from deepcompile.engine.engine_replay import ReplayProfile
 from deepcompile.engine.engine_surface import EngineSurface
 from deepcompile.engine.joint_profile import JointProfile
 from deepcompile.engine.loss_scale import LossScale
+from deepcompile.engine.report import StepTimes, explain
 from deepcompile.engine.schedule_state import ScheduleState
+from deepcompile.engine.zero_grad import hear_zero_grad
 from deepcompile.planning.profile import Profile
-from deepcompile.planning.report import Explanation, StepTimes, explain, trace_events, trace_path, write_trace
-from deepcompile.sharding import fused_adam, shard_aware_torch
+from deepcompile.planning.report import Explanation, trace_events, trace_path, write_trace
+from deepcompile.sharding import fused_adam
 from deepcompile.sharding.sharded_modules import trains_otherwise
 from deepcompile.sharding.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.sharding.state_offload import StateOffload
@@ -44,7 +46,7 @@ class Engine(EngineSurface):
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.sharding: Sharding = sharding_of(model)
-        shard_aware_torch.hear_zero_grad(self)
+        hear_zero_grad(self)
         self.loss_scale = LossScale(config.fp16)
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepcompile.config.config import Config, ConfigError, accumulation_steps
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding
 
 #: Keys, or whole sections, that engines alone read, each its own: a second engine of a model may have others.
 _OF_EACH_ENGINE = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from torch import nn
 
 from deepcompile.config.config import Config
 from deepcompile.safetensors import save_safetensors
+from deepcompile.sharding.sharding import Sharding
 from deepcompile.sharding.unsharded import state_dict_of_wholes
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
 
 
 class EngineSurface:

@@ -15,8 +15,9 @@ from deepcompile.engine.engine import Engine
 from deepcompile.engine.engine_config import engine_config
 from deepcompile.sharding.deferred import InitFunction
 from deepcompile.sharding.optimizer_states import slice_whole_states
+from deepcompile.sharding.shard import shard
 from deepcompile.sharding.shard_aware_torch import refuse_whole_parameter_optimizer
-from deepcompile.sharding.sharding import is_sharded, shard, sharding_of
+from deepcompile.sharding.sharding import is_sharded, sharding_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

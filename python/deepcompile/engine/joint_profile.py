@@ -8,8 +8,8 @@ step has there. Equal layers may share code: the plan is one of reads, not of gr
 
 from __future__ import annotations
 
+from deepcompile.compiler.segments import FORWARD
 from deepcompile.engine.engine_replay import ReplayProfile
-from deepcompile.planning.step_graph import FORWARD
 from deepcompile.replay import recording
 from deepcompile.replay.compiled_graph import CompiledGraph
 from deepcompile.replay.recorded_ops import RecordedOps

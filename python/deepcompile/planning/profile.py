@@ -11,19 +11,17 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepcompile import plan as planner
+from deepcompile.compiler.reads import GraphRead, reads_of
+from deepcompile.compiler.segments import BACKWARD, FORWARD
 from deepcompile.planning.report import one_line
-from deepcompile.planning.step_graph import BACKWARD, FORWARD
-from deepcompile.planning.step_plan import GraphRead, reads_of
-from deepcompile.planning.step_planner import Step
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.planning.step_planner import Step, StepPlanner
+from deepcompile.sharding.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
 
@@ -128,7 +126,8 @@ class Profile:
         """Plans from the measurements. Every rank calls it at the same point. True when the plan changed."""
         self.done = True
         self._sharding.runtime.record_timeline(False)
-        step = self._sharding.planner.training_step()
+        steps: StepPlanner = self._sharding.planner
+        step = steps.training_step()
         own: Any = None
         if step is None or step.plan is None:
             self.why_not = "no single planned graph holds the whole step" if step is None else step.why_not
@@ -142,8 +141,8 @@ class Profile:
             if not self.why_not:
                 self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
             return False
-        seconds, update_seconds, machine = over_ranks(everybody, self._sharding.planner.machine)
-        return self._sharding.planner.replan(step, seconds, update_seconds, machine)
+        seconds, update_seconds, machine = over_ranks(everybody, steps.machine)
+        return steps.replan(step, seconds, update_seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
         assert step.plan is not None

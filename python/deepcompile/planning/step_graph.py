@@ -13,9 +13,7 @@ from torch import fx
 
 from deepcompile import plan as planner
 from deepcompile.compiler.live_memory import storages, tensor_bytes
-from deepcompile.compiler.segments import Segment, Segments
-
-FORWARD, BACKWARD = "forward", "backward"
+from deepcompile.compiler.segments import BACKWARD, FORWARD, Segment, Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,4 +168,4 @@ def saved_buffers(forward: Segments, backward: Segments, backward_module: fx.Gra
     return [Saved(*place, size) for place, size in sorted(found.items())]
 
 
-__all__ = ["BACKWARD", "FORWARD", "ParamFacts", "Saved", "first_nodes", "saved_buffers", "step_graph"]
+__all__ = ["ParamFacts", "Saved", "first_nodes", "saved_buffers", "step_graph"]

@@ -8,24 +8,21 @@ import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
 from deepcompile import plan as planner
-from deepcompile.compiler.segments import Segments, cut, structure_hash
+from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, cut, structure_hash
 from deepcompile.config.config import LEAST
 from deepcompile.planning.available_memory import available_memory, memory_name
 from deepcompile.planning.batch_sizes import BatchSizes, over_all
-from deepcompile.planning.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, saved_buffers
+from deepcompile.planning.step_graph import ParamFacts, Saved, saved_buffers
 from deepcompile.planning.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.agreement import Agreement
 from deepcompile.runtime.load import _C
+from deepcompile.sharding.sharding import CompiledCall, ShardedParam, Sharding
 from deepcompile.sharding.state_offload import estimated_bytes
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import ShardedParam, Sharding
 
 #: What collectives cost between the ranks of one host before anything is measured: nanoseconds, and bytes a second.
 _SOCKETS, _SHARED_MEMORY = (100_000, 1_000_000_000), (10_000, 5_000_000_000)
@@ -88,13 +85,6 @@ class Step:
     @property
     def trains(self) -> bool:
         return BACKWARD in self.graphs
-
-
-class CompiledCall(NamedTuple):
-    """A run of one compiled graph."""
-
-    step: Step
-    phase: str
 
 
 class StepPlanner:
@@ -381,4 +371,6 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
     return step_plan(planned, inputs.graphs, inputs.facts)
 
 
-__all__ = ["CompiledCall", "RecordedOptions", "Step", "StepPlanner"]
+Sharding.planner_type = StepPlanner
+
+__all__ = ["RecordedOptions", "Step", "StepPlanner"]

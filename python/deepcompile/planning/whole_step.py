@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from deepcompile import plan as planner
-from deepcompile.compiler.segments import Segments
-from deepcompile.planning.step_graph import BACKWARD, ParamFacts, Saved, step_graph
+from deepcompile.compiler.segments import BACKWARD, Segments
+from deepcompile.planning.step_graph import ParamFacts, Saved, step_graph
 from deepcompile.planning.step_plan import StepPlan, step_plan
 
 #: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.

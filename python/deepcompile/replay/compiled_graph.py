@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from deepcompile import plan as planner
+from deepcompile.compiler.segments import FORWARD
 from deepcompile.planning.report import Explanation, predicted_exposed, step_rows, trace_events, trace_path, write_trace
-from deepcompile.planning.step_graph import FORWARD
 from deepcompile.planning.step_planner import RecordedOptions
 from deepcompile.replay import recording
 from deepcompile.replay.compiled_graph_file import load_variants, variants_text

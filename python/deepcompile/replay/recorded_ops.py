@@ -7,13 +7,12 @@ import hashlib
 import math
 import os
 import pathlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import torch
 
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding
 
 _FORMAT = "deepcompile recorded ops 1"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from deepcompile import plan as planner
-from deepcompile.compiler.segments import GatheredParam, Segment, Segments, small_params
-from deepcompile.planning.step_graph import BACKWARD, FORWARD, first_nodes
+from deepcompile.compiler.segments import BACKWARD, FORWARD, GatheredParam, Segment, Segments, small_params
+from deepcompile.planning.step_graph import first_nodes
 from deepcompile.planning.step_plan import Key, ScheduledEvent, placed_gathers, reductions_of
 from deepcompile.planning.step_planner import Step
 from deepcompile.replay.recorded_ops import ModelRecord, ParamRecord, RecordedOp, RecordedOps

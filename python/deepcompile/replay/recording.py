@@ -27,10 +27,7 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
     """Records the iterations inside: forward, backward and, if it belongs to the measured step, the optimizer's. ``model``
     is needed only where several sharded models run inside. Every rank records.
     """
-    if model is not None:
-        shardings = [sharding_of(model)]
-    else:
-        shardings = sorted(open_shardings(), key=lambda sharding: sharding.graph_id)
+    shardings = [sharding_of(model)] if model is not None else open_shardings()
     if not shardings:
         raise RuntimeError(
             "deepcompile.record: no model is sharded in this process; call deepcompile.shard(model, config) or "

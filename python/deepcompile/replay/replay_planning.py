@@ -52,10 +52,7 @@ def new_agreement(sharding: Sharding) -> Agreement:
 
 def sharding_for(ops: RecordedOps, model: nn.Module | None, source: str) -> Sharding:
     """The sharded model that the operations are of."""
-    if model is not None:
-        candidates = [sharding_of(model)]
-    else:
-        candidates = sorted(open_shardings(), key=lambda sharding: sharding.graph_id)
+    candidates = [sharding_of(model)] if model is not None else open_shardings()
     if not candidates:
         raise RuntimeError(f"{source}: no model is sharded in this process; shard the model that was recorded first")
     differences = [(sharding, ops.model.difference(ModelRecord.of(sharding))) for sharding in candidates]

@@ -16,7 +16,14 @@ from deepcompile._version import __version__
 
 _user_tag: str = torch.compiler.config.cache_key_tag
 _shapes: dict[int, str] = {}  # of the open runtimes
-_rules = hashlib.sha256((pathlib.Path(__file__).parents[1] / "compiler/operators.py").read_bytes()).hexdigest()
+_code = ""
+
+
+def note_code(folder: pathlib.Path) -> None:
+    """What is compiled depends on the code in ``folder``: what another version of it has left in the caches is not ours."""
+    global _code
+    _code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
+    _set_tag()
 
 
 class RegisteredShapes:
@@ -44,7 +51,4 @@ class RegisteredShapes:
 
 def _set_tag() -> None:
     known = hashlib.sha256("".join(_shapes.values()).encode()).hexdigest() if _shapes else ""
-    torch.compiler.config.cache_key_tag = f"{_user_tag}deepcompile-{__version__}-{_rules[:16]}-{known[:16]}"
-
-
-_set_tag()
+    torch.compiler.config.cache_key_tag = f"{_user_tag}deepcompile-{__version__}-{_code[:16]}-{known[:16]}"

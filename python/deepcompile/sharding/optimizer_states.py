@@ -8,20 +8,18 @@ optimizer holds. ``state_dict()`` gives them as parts that know what they are, :
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from deepcompile.sharding.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.sharding.state_shards import Origin, StateShard, as_plain, as_state_shard
-
-if TYPE_CHECKING:
-    from deepcompile.sharding.sharding import ShardedParam, Sharding
 
 #: States of PyTorch's optimizers that are numbers, also of a parameter that is one.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
-_Members = dict[Any, tuple["Sharding", "ShardedParam"]]
+_Members = dict[Any, tuple[Sharding, ShardedParam]]
 
 
 def _members(optimizer: torch.optim.Optimizer, shardings: Iterable[Sharding]) -> _Members:
@@ -138,7 +136,6 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     """The state dict of the optimizer with states as large as the whole parameters of ``model``, on every rank, as an
     unsharded optimizer has them; ``optimizer.load_state_dict`` takes it under any number of ranks. Every rank calls it.
     """
-    from deepcompile.sharding.sharding import sharding_of
 
     def whole(sharding: Sharding, sharded: ShardedParam, slot: Any, value: torch.Tensor) -> torch.Tensor:
         own = as_plain(value)

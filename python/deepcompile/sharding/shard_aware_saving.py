@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepcompile.runtime.after_import import after_import
 from deepcompile.sharding.state_shards import ADVICE, origin_of
+from deepcompile.sharding.unsharded import whole_state_dicts
 
 
 def install() -> None:
@@ -65,8 +66,6 @@ def _refuse_in_async_save(module: Any) -> None:
 
 def _wrap_get_model_state_dict(module: Any) -> None:
     """Of torch.distributed.checkpoint: ``get_model_state_dict`` and ``get_state_dict``."""
-    from deepcompile.sharding.unsharded import whole_state_dicts
-
     inner = getattr(module, "_get_model_state_dict", None)  # what both call, also where they were imported before
     if inner is None:
         return

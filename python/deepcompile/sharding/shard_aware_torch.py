@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,13 @@ from torch.optim import optimizer as torch_optimizer
 from deepcompile.runtime.load import _C
 from deepcompile.sharding import optimizer_states, shard_aware_saving
 from deepcompile.sharding.shard_parameter import ShardParameter
-
-if TYPE_CHECKING:
-    from deepcompile.engine.engine import Engine
-    from deepcompile.sharding.sharding import Sharding
+from deepcompile.sharding.sharding import Sharding, open_shardings
 
 #: They compute norms or factors over a whole parameter, or take part in a line search. Also where another library has them.
 _NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam")
 
 #: The parameters that an optimizer trained when it was last looked at.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
-
-#: They count micro-batches.
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 _installed = False
 
@@ -46,19 +40,12 @@ def install() -> None:
     _installed = True
     _wrap_total_norm()
     _wrap_grad_scaler()
-    _wrap_zero_grad()
     _wrap_optimizer_states()
     _refuse_ddp()
     _allow_foreach()
     shard_aware_saving.install()
     torch_optimizer.register_optimizer_step_pre_hook(before_update)
     torch_optimizer.register_optimizer_step_post_hook(after_update)
-
-
-def _shardings() -> list[Sharding]:
-    from deepcompile.sharding.sharding import open_shardings
-
-    return sorted(open_shardings(), key=lambda sharding: sharding.graph_id)
 
 
 def total_norm_over_shards(
@@ -95,7 +82,7 @@ def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Through the runtime where it has the device's own channel, so that the host does not wait."""
     if group.size() == 1:
         return
-    for sharding in _shardings():
+    for sharding in open_shardings():
         if sharding.group is group and sharding.runtime.device == value.device:
             sharding.runtime.sum_over_ranks(value)
             return
@@ -116,7 +103,7 @@ def _wrap_total_norm() -> None:
     ) -> torch.Tensor:
         given = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parts: list[tuple[Sharding, list[torch.Tensor]]] = []
-        for sharding in _shardings():
+        for sharding in open_shardings():
             addresses = {s.param.grad.data_ptr() for s in sharding.params if s.param.grad is not None}
             sharded = [tensor for tensor in rest if tensor.data_ptr() in addresses]
             if sharded:
@@ -149,7 +136,7 @@ def _wrap_grad_scaler() -> None:
     @functools.wraps(inner)
     def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[Any, torch.Tensor]:
         found: dict[Any, torch.Tensor] = inner(self, optimizer, *args, **kwargs)
-        for sharding in _shardings():
+        for sharding in open_shardings():
             members = sharding.by_parameter()
             if any(param in members for group in optimizer.param_groups for param in group["params"]):
                 device = sharding.runtime.device
@@ -160,30 +147,6 @@ def _wrap_grad_scaler() -> None:
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
-
-
-def hear_zero_grad(engine: Engine) -> None:
-    """From now on the engine is told when an optimizer or a module clears gradients."""
-    _engines.add(engine)
-
-
-def _wrap_zero_grad() -> None:
-    """The gradients of an accumulation are in the runtime, where setting ``param.grad`` does not reach."""
-
-    def tells_engines(kind: Any, params: Callable[[Any], list[torch.Tensor]]) -> None:
-        inner = kind.zero_grad
-
-        @functools.wraps(inner)
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-            inner(self, *args, **kwargs)
-            for engine in sorted(_engines, key=lambda engine: engine.sharding.graph_id):
-                if engine.gradients_pending:
-                    engine.note_zero_grad(params(self))
-
-        kind.zero_grad = zero_grad
-
-    tells_engines(torch.optim.Optimizer, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
-    tells_engines(torch.nn.Module, lambda module: list(module.parameters()))
 
 
 def _allow_foreach() -> None:
@@ -198,12 +161,12 @@ def _wrap_optimizer_states() -> None:
 
     @functools.wraps(save)
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        optimizer_states.slice_whole_states(self, _shardings())
-        return optimizer_states.with_parts(self, save(self, *args, **kwargs), _shardings())
+        optimizer_states.slice_whole_states(self, open_shardings())
+        return optimizer_states.with_parts(self, save(self, *args, **kwargs), open_shardings())
 
     @functools.wraps(load)
     def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        load(self, optimizer_states.with_own(self, state_dict, _shardings()), *args, **kwargs)
+        load(self, optimizer_states.with_own(self, state_dict, open_shardings()), *args, **kwargs)
 
     kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
 
@@ -241,7 +204,7 @@ def before_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any 
     looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if _seen.get(optimizer) != looked_at:
         _refuse_added_parameters(optimizer)
-        optimizer_states.slice_whole_states(optimizer, _shardings())
+        optimizer_states.slice_whole_states(optimizer, open_shardings())
         _seen[optimizer] = looked_at
 
 
@@ -259,7 +222,7 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]
         if not hasattr(param, "full_shape") and param.requires_grad and param.numel() > 0
     }
-    for sharding in _shardings() if others else ():
+    for sharding in open_shardings() if others else ():
         model = sharding.living_model
         for name, param in model.named_parameters() if model is not None and not sharding.whole else ():
             if param in others:
@@ -271,7 +234,7 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        members = {param for sharding in _shardings() for param in sharding.by_parameter()}
+        members = {param for sharding in open_shardings() for param in sharding.by_parameter()}
         if any(param in members for group in optimizer.param_groups for param in group["params"]):
             refuse_whole_parameter_optimizer(optimizer)
 
@@ -294,7 +257,6 @@ __all__ = [
     "after_update",
     "are_the_only_hooks",
     "before_update",
-    "hear_zero_grad",
     "install",
     "note_update",
     "refuse_whole_parameter_optimizer",

@@ -13,16 +13,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from deepcompile.config.config import Config
 from deepcompile.sharding import fused_adam
+from deepcompile.sharding.sharding import ShardedParam, Sharding
 from deepcompile.sharding.state_moves import Moves, Schedule, everything
-
-if TYPE_CHECKING:
-    from deepcompile.config.config import Config
-    from deepcompile.sharding.sharding import ShardedParam, Sharding
 
 #: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
 #: what saturates the way to the host.
@@ -148,7 +146,7 @@ class StateOffload:
     def schedule(self) -> Schedule:
         if self.planned:
             step = self._sharding.planner.training_step()
-            found = step.plan.states if step is not None and step.plan is not None else None
+            found: Schedule | None = step.plan.states if step is not None and step.plan is not None else None
             if found is not None and len(found.updates) == len(self.pieces) + 1:
                 return found
         return everything([tuple(sharded.id for sharded in piece) for piece in self.pieces])

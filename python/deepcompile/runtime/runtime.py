@@ -1,12 +1,7 @@
-"""The runtime: register sharded parameters and graphs, then call the operators ``torch.ops.dc.*``.
-
-The functions of this module act on the default runtime, which :func:`init` makes and :func:`cleanup` destroys. A process
-that needs a second one, on another process group, makes it with :class:`Runtime`, whose methods are the same functions.
-"""
+"""The runtime of one process group: register sharded parameters and graphs, then call the operators ``torch.ops.dc.*``."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile.runtime import compile_cache, cuda_parts, inference, process_group, saved_tensors
+from deepcompile.runtime import compile_cache, cuda_parts, saved_tensors
 from deepcompile.runtime.channels import default_device, open_channels, ranks_on_this_host, resolve_group
 from deepcompile.runtime.load import _C
 from deepcompile.runtime.runtime_config import make_config
 
-_DEFAULT_BUCKET_SIZE = 50_000_000
+DEFAULT_BUCKET_SIZE = 50_000_000
 
-_open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Runtime:
@@ -37,7 +32,7 @@ class Runtime:
         self,
         process_group: dist.ProcessGroup | None = None,
         config: Mapping[str, Any] | object | None = None,
-        initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
+        initial_reduce_bucket_size: int = DEFAULT_BUCKET_SIZE,
         device: torch.device | str | None = None,
     ) -> None:
         native_config = make_config(config)
@@ -66,7 +61,7 @@ class Runtime:
         self._shapes = compile_cache.RegisteredShapes()
         #: False after :meth:`cleanup`.
         self.is_open = True
-        _open_runtimes.add(self)
+        open_runtimes.add(self)
 
     def register_param(
         self,
@@ -277,7 +272,7 @@ class Runtime:
         self._native.close()
         self.is_open = False
         self._shapes.withdraw()
-        _open_runtimes.discard(self)
+        open_runtimes.discard(self)
 
 
 def _checked_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
@@ -289,143 +284,3 @@ def _checked_device(group: dist.ProcessGroup, device: torch.device | str | None)
         if chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-_default: Runtime | None = None
-
-
-def init(
-    process_group: dist.ProcessGroup | None = None,
-    config: Mapping[str, Any] | object | None = None,
-    initial_reduce_bucket_size: int = _DEFAULT_BUCKET_SIZE,
-    device: torch.device | str | None = None,
-) -> Runtime:
-    """Makes the default runtime, on ``process_group`` or the default group. Every rank of the group calls it."""
-    global _default
-    if _default is not None:
-        raise RuntimeError(
-            "dc.init: the default runtime exists already; call dc.cleanup() first, or make a second runtime on another "
-            "process group with dc.Runtime(process_group, config, initial_reduce_bucket_size)"
-        )
-    runtime = Runtime(process_group, config, initial_reduce_bucket_size, device)
-    _C.set_default_runtime(runtime._native)
-    _default = runtime
-    return runtime
-
-
-def cleanup() -> None:
-    """Destroys the default runtime; does nothing when there is none. ``init`` may be called again afterwards."""
-    global _default
-    runtime, _default = _default, None
-    _C.set_default_runtime(None)
-    if runtime is not None:
-        runtime.cleanup()
-
-
-def _runtime() -> Runtime:
-    if _default is None:
-        raise RuntimeError("no runtime: call dc.init(process_group, config, initial_reduce_bucket_size) first")
-    return _default
-
-
-def register_param(
-    ds_id: int,
-    ds_shape: Sequence[int],
-    ds_tensor: torch.Tensor,
-    grad_buffer: torch.Tensor | None,
-    offset: int,
-    *,
-    name: str = "",
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    _runtime().register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset, name=name, reduce_dtype=reduce_dtype)
-
-
-def register_z3_param(
-    ds_id: int,
-    ds_shape: Sequence[int],
-    ds_tensor: torch.Tensor,
-    grad_buffer: torch.Tensor | None,
-    persistent: bool = False,
-    *,
-    name: str = "",
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
-    _runtime().register_z3_param(
-        ds_id, ds_shape, ds_tensor, grad_buffer, persistent, name=name, reduce_dtype=reduce_dtype
-    )
-
-
-def register_graph_z1(graph_id: int, ds_ids: Sequence[int]) -> None:
-    _runtime().register_graph_z1(graph_id, ds_ids)
-
-
-def register_graph_z2(graph_id: int, ds_ids: Sequence[int]) -> None:
-    _runtime().register_graph_z2(graph_id, ds_ids)
-
-
-def register_graph_z3(graph_id: int, ds_ids: Sequence[int]) -> None:
-    _runtime().register_graph_z3(graph_id, ds_ids)
-
-
-def set_persistent(ds_id: int) -> None:
-    _runtime().set_persistent(ds_id)
-
-
-def start_forward() -> None:
-    _runtime().start_forward()
-
-
-def end_forward() -> None:
-    _runtime().end_forward()
-
-
-def start_backward(update: bool, *, settle_later: bool = False) -> None:
-    _runtime().start_backward(update, settle_later=settle_later)
-
-
-def settle() -> None:
-    _runtime().settle()
-
-
-def enable_profiling(enable: bool) -> None:
-    _runtime().enable_profiling(enable)
-
-
-def is_profiling() -> bool:
-    return _runtime().is_profiling()
-
-
-def reset() -> None:
-    _runtime().reset()
-
-
-def invalidate_gathered_param(ds_id: int) -> None:
-    _runtime().invalidate_gathered_param(ds_id)
-
-
-def clear_all_gathered_params() -> None:
-    _runtime().clear_all_gathered_params()
-
-
-def stats() -> dict[str, Any]:
-    return _runtime().stats()
-
-
-def initialize(size: int, rank: int) -> None:
-    """Sets up ``torch.ops.deepspeed.inference_all_reduce`` over ``size`` ranks. A collective: every rank calls it, once.
-
-    Through the process group where one exists, else through a store of its own at ``MASTER_ADDR`` and ``MASTER_PORT``, for
-    the ``LOCAL_SIZE`` ranks of one host. That they share it is proven; ranks that do not are served by the process group.
-    """
-    inference.initialize(size, rank)
-
-
-@atexit.register
-def _cleanup_all() -> None:
-    """Before the interpreter takes the process groups apart."""
-    cleanup()
-    for runtime in list(_open_runtimes):
-        runtime.cleanup()
-    inference.close()
-    process_group.destroy_own()
