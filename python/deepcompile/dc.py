@@ -34,7 +34,7 @@ def init(
             "process group with dc.Runtime(process_group, config, initial_reduce_bucket_size)"
         )
     runtime = Runtime(process_group, config, initial_reduce_bucket_size, device)
-    _C.set_default_runtime(runtime._native)
+    _C.set_default_runtime(runtime)
     _default = runtime
     return runtime
 

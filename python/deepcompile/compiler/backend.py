@@ -298,6 +298,3 @@ def _partitioner(unit: _Unit) -> Any:
             return str, (self.uuid(),)  # for the key of Inductor's cache
 
     return Partitioner()
-
-
-__all__ = ["backend", "load_compiler"]

@@ -33,6 +33,3 @@ def compiling(what: str, sharding: Sharding | None) -> Iterator[None]:
     yield
     if says:
         _log.info("compiled %s in %.1f s", what, time.monotonic() - started)
-
-
-__all__ = ["compiling", "graph_name"]

@@ -95,6 +95,3 @@ def _without_views(gradient: Any) -> fx.Node:
     while gradient.target in _RESHAPES and isinstance(gradient.args[0], fx.Node):
         gradient = gradient.args[0]
     return gradient  # type: ignore[no-any-return]
-
-
-__all__ = ["group_calls"]

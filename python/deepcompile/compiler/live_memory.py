@@ -115,6 +115,3 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
             done.append(node)  # nobody reads it
         live -= sum(tensor_bytes(base.meta.get("val")) for base in done if storage[base] is base)
     return result
-
-
-__all__ = ["is_view", "live_bytes", "number", "storages", "tensor_bytes"]

@@ -83,6 +83,3 @@ def slots_of(segments: Segments) -> list[str]:
     whose shards they are is known when it is called.
     """
     return list(segments.params)
-
-
-__all__ = ["GraphRead", "reads_of", "slots_of", "with_reads"]

@@ -252,16 +252,3 @@ def estimated_seconds(node: fx.Node) -> float:
 def _symbolic(node: fx.Node) -> bool:
     values = [source.meta.get("val") for source in node.all_input_nodes]
     return any(isinstance(v, torch.Tensor) and any(not isinstance(s, int) for s in v.shape) for v in values)
-
-
-__all__ = [
-    "GatheredParam",
-    "Segment",
-    "Segments",
-    "cut",
-    "has_gathers",
-    "mark_params",
-    "read_once",
-    "small_params",
-    "structure_hash",
-]

@@ -363,17 +363,3 @@ def accumulation_steps(config: Config, world: int) -> int:
             f"{' = ' + str(product) if len(given) == 2 else ' times a whole number'}"
         )
     return steps or batch // product
-
-
-__all__ = [
-    "BF16Config",
-    "CompileConfig",
-    "Config",
-    "ConfigError",
-    "FP16Config",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "ZeroConfig",
-    "accumulation_steps",
-    "load_config",
-]

@@ -126,6 +126,3 @@ def leaf_names(value: Any) -> Any:
     ):
         return [*(value.get("classes") or []), *(value.get("names") or [])]
     return value
-
-
-__all__ = ["SYNONYMS", "UNSUPPORTED", "WITHOUT_EFFECT", "leaf_names", "switched_off"]

@@ -353,6 +353,3 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str], nam
     result |= {key.removeprefix("buffer/"): value for key, value in tensors.items() if key.startswith("buffer/")}
     save_safetensors(result, out)
     return len(result)
-
-
-__all__ = ["CheckpointError", "consolidate", "find_checkpoint", "load_checkpoint", "save_checkpoint"]

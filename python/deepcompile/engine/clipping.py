@@ -101,6 +101,3 @@ class LateFlag:
             self._arrived.synchronize()  # at the next step it has passed long ago
         self.sent = False
         return bool(self._host.item())
-
-
-__all__ = ["Clipping", "LateFlag"]

@@ -119,6 +119,3 @@ class Drift:
         self.forget()
         self._steps *= 2
         return True
-
-
-__all__ = ["Drift"]

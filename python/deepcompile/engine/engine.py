@@ -123,7 +123,7 @@ class Engine(EngineSurface):
         if self.config.compile.mode == "compile":
             runtime.start_compiled_forward()
             if training:
-                runtime.hold_shards()
+                runtime.hold_shards(True)
         else:
             runtime.start_forward()
         if training:
@@ -402,6 +402,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
-
-
-__all__ = ["Engine"]

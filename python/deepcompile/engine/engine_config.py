@@ -69,6 +69,3 @@ def _values(config: Config) -> dict[str, Any]:
         else:
             found[field.name] = value
     return found
-
-
-__all__ = ["engine_config"]

@@ -132,6 +132,3 @@ def _joined(recordings: list[RecordedOps]) -> RecordedOps:
             op._replace(iteration=op.iteration + first, start=op.start + begin, end=op.end + begin) for op in ops
         )
     return joined
-
-
-__all__ = ["ReplayProfile"]

@@ -166,6 +166,3 @@ class EngineSurface:
         if said[0]:
             raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {said[0]}") from failure
         return str(path)
-
-
-__all__ = ["EngineSurface"]

@@ -124,6 +124,3 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"the optimizer's group {index} holds a parameter of shape {list(param.shape)} that is not one of the "
                 f"model's: make the optimizer from the parameters of the {type(model).__name__} that is passed"
             )
-
-
-__all__ = ["initialize"]

@@ -53,6 +53,3 @@ class JointProfile(ReplayProfile):
         if self.graph is None:
             return f"deepcompile: the step lies in several graphs, each planned alone: {self.why_not}"
         return self.graph.one_line()
-
-
-__all__ = ["JointProfile"]

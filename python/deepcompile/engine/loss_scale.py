@@ -41,6 +41,3 @@ class LossScale:
         if self.dynamic:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
             self._tolerated = int(state.get("tolerated", 0))
-
-
-__all__ = ["LossScale"]

@@ -152,6 +152,3 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not floats:
         raise ValueError("check_parity: the model returns no loss; pass loss_fn=lambda model, batch: ...")
     return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()
-
-
-__all__ = ["Difference", "Parity", "check_parity"]

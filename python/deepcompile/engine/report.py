@@ -126,6 +126,3 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if not step.measured and engine.profile.done and engine.profile.why_not:
         rows.append(("not measured", engine.profile.why_not))
     return rows
-
-
-__all__ = ["StepTimes", "explain"]

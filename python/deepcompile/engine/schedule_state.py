@@ -33,6 +33,3 @@ class ScheduleState:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-__all__ = ["ScheduleState"]

@@ -40,6 +40,3 @@ def _wrap_zero_grad() -> None:
 
     tells_engines(torch.optim.Optimizer, lambda optimizer: [p for g in optimizer.param_groups for p in g["params"]])
     tells_engines(torch.nn.Module, lambda module: list(module.parameters()))
-
-
-__all__ = ["hear_zero_grad"]

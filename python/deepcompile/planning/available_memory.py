@@ -70,6 +70,3 @@ def _left_up_to(root: pathlib.Path, path: str, limit: str, usage: str, reclaimab
             continue  # the group is not visible from here, or has no limit of its own
         if most != "max":
             yield max(0, int(most) - used + int(stat.get(reclaimable, 0)))
-
-
-__all__ = ["available_memory", "container_memory", "memory_name"]

@@ -63,6 +63,3 @@ def over_all(sizes: Sequence[BatchSizes]) -> BatchSizes:
         {p: [max(of) for of in zip(*(one.workspace[p] for one in sizes), strict=True)] for p in phases},
         saved,
     )
-
-
-__all__ = ["BatchSizes", "over_all"]

@@ -282,6 +282,3 @@ def _points(curve: Mapping[int, float]) -> list[tuple[int, int]]:
     if last < _MOST_POINTS:
         return points
     return [points[round(i * last / (_MOST_POINTS - 1))] for i in range(_MOST_POINTS)]
-
-
-__all__ = ["Profile", "by_size", "measured_machine", "over_ranks", "segment_seconds"]

@@ -125,16 +125,3 @@ def trace_events(sharding: Sharding, spans: list[tuple[str, int, int, int, int]]
             }
         )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-__all__ = [
-    "Explanation",
-    "in_bytes",
-    "in_seconds",
-    "one_line",
-    "predicted_exposed",
-    "step_rows",
-    "trace_events",
-    "trace_path",
-    "write_trace",
-]

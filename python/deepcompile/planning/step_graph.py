@@ -166,6 +166,3 @@ def saved_buffers(forward: Segments, backward: Segments, backward_module: fx.Gra
             place = (made_in[base], read)
             found[place] = found.get(place, 0) + size
     return [Saved(*place, size) for place, size in sorted(found.items())]
-
-
-__all__ = ["ParamFacts", "Saved", "first_nodes", "saved_buffers", "step_graph"]

@@ -252,17 +252,3 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
         events.append(((*key(read.param), "read", backward), keep, *until(read.segment, since=begun)))
         begun = read.segment
     return events
-
-
-__all__ = [
-    "GraphPlan",
-    "Launch",
-    "ScheduledEvent",
-    "StepPlan",
-    "Take",
-    "graph_schedule",
-    "placed_gathers",
-    "reductions_of",
-    "step_plan",
-    "without_keeping",
-]

@@ -372,5 +372,3 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
 
 
 Sharding.planner_type = StepPlanner
-
-__all__ = ["RecordedOptions", "Step", "StepPlanner"]

@@ -105,6 +105,3 @@ def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments
     gathers = Counter(names[i] for kind, _, _, items in planned.instructions if kind == "gather" for _, i in items)
     used = {param for segments in graphs.values() for segment in segments.segments for param in segment.uses}
     return {param for param in used if gathers[param] <= 1}
-
-
-__all__ = ["Inputs", "kept_over_micro_batches", "plan_whole_step"]

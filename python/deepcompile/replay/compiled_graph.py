@@ -133,7 +133,7 @@ class CompiledGraph:
         _C.plan_flushes(graph_id, self._planned_flushes())
         _C.follow(graph_id, self._follower)
         self._sharding.planner.use_budget(self._options.budget)
-        self._sharding.runtime.hold_shards()
+        self._sharding.runtime.hold_shards(True)
 
     def _planned_flushes(self) -> list[bool]:
         order = [self._names[id] for id in _C.reduction_order(self._sharding.graph_id)]
@@ -344,6 +344,3 @@ class CompiledGraph:
         agreement = new_agreement(sharding)
         agreement.require_same(" ".join(variant.outcome for variant in variants), "loaded a compiled graph")
         return CompiledGraph(sharding, variants, options, agreement)
-
-
-__all__ = ["CompiledGraph"]

@@ -53,6 +53,3 @@ def load_variants(
         sharding.planner.load_recorded(step, graph_text, plan_text)
         variants.append(Variant(cycle, step, ops))
     return sharding, variants, options
-
-
-__all__ = ["load_variants", "variants_text"]

@@ -55,6 +55,3 @@ class IdleGraph(CompiledGraph):
 
     def explain_failure(self, error: Exception) -> None:
         pass
-
-
-__all__ = ["IdleGraph"]

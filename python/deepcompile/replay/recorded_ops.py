@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -230,10 +229,3 @@ def _row(op: RecordedOp) -> str:
         f"{op.start / 1e6:>10.3f} {took:>9.1f}  {op.kind:<14} {op.phase:<8} {op.iteration}.{op.micro:<3} {size:>11}  "
         f"{op.param}"
     )
-
-
-def bytes_of(param: ParamRecord) -> int:
-    return int(math.prod(param.shape) * getattr(torch, param.dtype).itemsize)
-
-
-__all__ = ["ModelRecord", "ParamRecord", "RecordedOp", "RecordedOps", "bytes_of", "dtype_name"]

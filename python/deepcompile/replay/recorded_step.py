@@ -245,6 +245,3 @@ def flushes(planned: planner.Plan, order: Sequence[str], sizes: Mapping[str, int
             after[end] = True
             held = 0
     return after if any(after) else []
-
-
-__all__ = ["Cycle", "Read", "ScheduledEvent", "across_graphs", "cycles_of", "flushes", "reads_key", "schedule"]

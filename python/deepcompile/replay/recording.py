@@ -165,6 +165,3 @@ def require_whole_iterations(ops: RecordedOps) -> None:
             f"deepcompile.record: half an iteration was recorded: '{rest[0].param}' was gathered after the last backward. "
             "End the block after a backward or an optimizer step, and evaluate outside of it"
         )
-
-
-__all__ = ["get_recorded_ops", "record"]

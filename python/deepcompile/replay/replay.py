@@ -84,6 +84,3 @@ def _checked_ahead(value: int | str) -> int | None:
             f'compile: prefetch_ahead is {value}; it counts layers: 0 gathers on demand, "auto" lets the planner choose'
         )
     return value
-
-
-__all__ = ["compile", "plan_recorded"]

@@ -136,6 +136,3 @@ def _adopt_uses(cycle: Cycle, uses: dict[str, Any]) -> None:
     for phase, structure in uses.items():
         for segment, (used, grads) in zip(cycle.graphs[phase].segments, structure, strict=True):
             segment.uses, segment.grads = list(used), list(grads)
-
-
-__all__ = ["Variant", "new_agreement", "plan_cycles", "require_same_reads", "sharding_for"]

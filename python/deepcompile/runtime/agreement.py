@@ -113,6 +113,3 @@ class Agreement:
             f"rank {self._rank} and rank {rank} differ: each {what}, but rank {self._rank} means {own!r} and rank {rank} "
             f"{other!r}. Do all ranks run the same model code with the same configuration?"
         )
-
-
-__all__ = ["Agreement", "PeerFailed"]

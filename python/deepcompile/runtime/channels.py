@@ -185,6 +185,3 @@ def ranks_on_this_host(group: dist.ProcessGroup) -> int:
     if local.isdigit() and int(local) > 0:
         return min(int(local), group.size())
     return group.size()
-
-
-__all__ = ["Channels", "default_device", "open_channels", "ranks_on_this_host", "resolve_group"]

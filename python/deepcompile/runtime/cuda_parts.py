@@ -42,6 +42,3 @@ def require_cuda() -> ModuleType:
     if isinstance(loaded, str):
         raise RuntimeError(f"deepcompile cannot use CUDA here: {loaded}")
     return loaded
-
-
-__all__ = ["cuda_available", "require_cuda", "why_no_cuda"]

@@ -56,6 +56,3 @@ def main() -> int:
     for name, value in lines.items():
         print(f"{name:{width}}  {value}")
     return 0
-
-
-__all__ = ["facts", "main"]

@@ -25,6 +25,3 @@ def _reloaded(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
 
 def _like(a: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(a, device=a.device if a.is_meta else device, requires_grad=False)
-
-
-__all__ = ["install"]

@@ -8,7 +8,7 @@ _AGAIN = "Build it for this one: `make build PYTHON=...` in the source tree, or 
 def require_fit(torch_version: str) -> None:
     """Raises where PyTorch is of another minor version, or the library is not built."""
     try:
-        from deepcompile._built_for import TORCH as built_for
+        from deepcompile._built_for import TORCH as built_for  # not there before a build
     except ImportError:
         raise ImportError(
             "deepcompile's native library is not built: `make build` in the source tree, or `pip install "
@@ -33,6 +33,3 @@ def _other(torch_version: str, built_for: str) -> str:
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
-
-
-__all__ = ["require_fit", "why_not_loaded"]

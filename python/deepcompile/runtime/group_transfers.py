@@ -110,6 +110,3 @@ class GroupTransfers:
 
 def _as_before(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sent.view(like.dtype).view(like.shape)
-
-
-__all__ = ["GroupTransfers", "slice_of"]

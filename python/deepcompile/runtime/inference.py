@@ -128,6 +128,3 @@ def serve_otherwise(function: Callable[..., torch.Tensor]) -> None:
 
 def connected() -> bool:
     return _connection is not None and _connection.current()
-
-
-__all__ = ["close", "connect", "connected", "initialize", "serve_otherwise"]

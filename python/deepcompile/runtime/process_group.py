@@ -85,6 +85,3 @@ def _discover_mpi() -> None:
             for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), names, strict=True):
                 if theirs in os.environ:
                     os.environ.setdefault(ours, os.environ[theirs])
-
-
-__all__ = ["destroy_own", "make", "resolve_or_make"]

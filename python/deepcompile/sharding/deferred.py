@@ -174,6 +174,3 @@ def _changed_elsewhere(path: str, key: str) -> ValueError:
         f"parameter '{_name(path, key)}' was initialised in place inside init_sharded, where it has no data, "
         "and its module's reset_parameters does not repeat that: pass init_fn=function_of_a_module to shard, which does"
     )
-
-
-__all__ = ["init_sharded", "make_shards"]

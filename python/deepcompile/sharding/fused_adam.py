@@ -179,6 +179,3 @@ def _batches(optimizer: Any, gradients: list[list[Any]]) -> list[_Batch] | None:
             batch.states.append(state)
             batch.params.append(param)
     return list(found.values()) if len({device for _, _, device in found}) <= 1 else None
-
-
-__all__ = ["is_unobserved", "step"]

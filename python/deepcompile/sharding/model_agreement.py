@@ -49,6 +49,3 @@ def _describe(entry: Entry | None) -> str:
         return "missing"
     name, shape, dtype, trainable = entry
     return f"'{name}' {list(shape)} {dtype}{'' if trainable else ', without gradient,'}"
-
-
-__all__ = ["Entry", "Identity", "agree_on_model"]

@@ -146,6 +146,3 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         return gathered[: sharded.numel].view(sharded.full_shape).to(own.device)
 
     return _of_each(optimizer, optimizer.state_dict(), _members(optimizer, [sharding_of(model)]), whole)
-
-
-__all__ = ["full_optimizer_state_dict", "slice_whole_states", "with_own", "with_parts"]

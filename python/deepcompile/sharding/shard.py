@@ -240,6 +240,3 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     param.data = _kept(sharded, own, sharding)
     param.grad = None
     make_shard(param, sharded.name, sharded.full_shape)
-
-
-__all__ = ["shard"]

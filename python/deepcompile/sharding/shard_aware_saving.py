@@ -84,6 +84,3 @@ def _wrap_get_model_state_dict(module: Any) -> None:
             return inner(model, info)
 
     module._get_model_state_dict = get_model_state_dict
-
-
-__all__ = ["install"]

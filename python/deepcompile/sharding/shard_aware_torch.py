@@ -251,14 +251,3 @@ def note_update(params: list[torch.nn.Parameter]) -> None:
     updated = [param for param in params if hasattr(param, "full_shape")]
     if updated:
         torch.autograd.graph.increment_version(updated)
-
-
-__all__ = [
-    "after_update",
-    "are_the_only_hooks",
-    "before_update",
-    "install",
-    "note_update",
-    "refuse_whole_parameter_optimizer",
-    "total_norm_over_shards",
-]

@@ -159,5 +159,3 @@ def refuse_direct_gradient(param: nn.Parameter, name: str, place: str) -> None:
 
 
 _C.take_for_parameters(ShardParameter)  # by operators that are called directly
-
-__all__ = ["ShardParameter", "make_shard", "refuse_direct_gradient"]

@@ -150,7 +150,7 @@ def _is_same(result: torch.Tensor, parameter: torch.Tensor) -> bool:
     return torch.equal(*bytes_of_both)
 
 
-#: What a state dict has of a parameter instead of this rank's part (:func:`deepcompile.full.whole_state_dicts`).
+#: What a state dict has of a parameter instead of this rank's part (``unsharded.whole_state_dicts``).
 whole_of: Callable[[Any], torch.Tensor] | None = None
 
 
@@ -329,6 +329,3 @@ def _install_leaf_hooks(sharding: Sharding) -> None:
         dtypes = [sharding.params[index].read_dtype for index in members]
 
         module.register_forward_pre_hook(_gathers_all(shards, dtypes, sharding.graph_id))
-
-
-__all__ = ["install", "original_class", "trains_otherwise"]

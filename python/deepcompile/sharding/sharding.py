@@ -305,14 +305,3 @@ def open_shardings() -> list[Sharding]:
     """In the same order on all ranks."""
     found = {sharding for sharding in _shardings.values() if sharding.runtime.is_open}
     return sorted(found, key=lambda sharding: sharding.graph_id)
-
-
-__all__ = [
-    "CompiledCall",
-    "ShardedParam",
-    "Sharding",
-    "is_sharded",
-    "open_shardings",
-    "sharding_of",
-    "update_trainable",
-]

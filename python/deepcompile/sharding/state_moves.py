@@ -75,6 +75,3 @@ def state_schedule(moves: Sequence[Moves], updates: Sequence[Moves]) -> Schedule
                 first.setdefault(state, name)
     on_host = tuple(state for state, name in first.items() if name == "fetch")
     return Schedule(tuple(updates), on_host, frozenset(first), planned=True)
-
-
-__all__ = ["Moves", "Schedule", "everything", "placed_moves", "state_schedule"]

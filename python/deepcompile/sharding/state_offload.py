@@ -190,6 +190,3 @@ def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[N
     finally:
         for group, params in zip(optimizer.param_groups, everything_, strict=True):
             group["params"] = params
-
-
-__all__ = ["StateOffload", "as_large", "estimated_bytes"]

@@ -106,6 +106,3 @@ def origin_of(value: Any) -> Origin | None:
     """Of a state shard, a sharded parameter or its data. None of what is not a part: other values, and whole tensors."""
     origin = getattr(value, "origin", None) if isinstance(value, torch.Tensor) else None
     return origin if isinstance(origin, Origin) else None
-
-
-__all__ = ["ADVICE", "Origin", "StateShard", "as_plain", "as_state_shard", "origin_of"]

@@ -152,6 +152,3 @@ def whole_state_dicts(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         sharded_modules.whole_of = before
-
-
-__all__ = ["full_params", "full_state_dict", "state_dict_of_wholes", "whole_state_dicts"]
