@@ -84,8 +84,9 @@ def serve(name: str, rank: int, folder: str, pipe: Any, quick: bool) -> None:
 
 def replan(engine: Any) -> dict[str, float]:
     """The time from a new plan to its being what the graphs run by: schedules are made and exchanged."""
-    from deepcompile._load import _C
-    from deepcompile.step_plan import graph_schedule, reads_of
+    from deepcompile.compiler.reads import reads_of
+    from deepcompile.planning.step_plan import graph_schedule
+    from deepcompile.runtime.load import _C
 
     step = engine.sharding.planner.training_step()
     reads = sum(len(reads_of(segments)) for segments in step.graphs.values())

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deepcompile import recording
-from deepcompile.recorded_step import cycles_of
+from deepcompile.replay import recording
+from deepcompile.replay.recorded_step import cycles_of
 
 STEPS = 4
 PAIRS = 6

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -70,22 +70,26 @@ class Runtime:
         device: torch.device,
         store: Store,
     ) -> None: ...
-    def sum_over_ranks(self, tensor: torch.Tensor) -> None: ...
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        """Sums ``tensor``, in place, over the ranks; on a device without stopping the host. Every rank calls it."""
     def register_param(
         self,
         ds_id: int,
-        ds_shape: list[int],
+        ds_shape: Sequence[int],
         ds_tensor: torch.Tensor,
         grad_buffer: torch.Tensor | None,
         offset: int,
         *,
         name: str = "",
         reduce_dtype: torch.dtype | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Registers a whole parameter for ZeRO-1 or 2. ``grad_buffer`` receives elements ``[offset, offset + its numel)``
+        of the flattened averaged gradient; an empty one owns nothing. Where no rank owns anything the parameter is frozen.
+        """
     def register_z3_param(
         self,
         ds_id: int,
-        ds_shape: list[int],
+        ds_shape: Sequence[int],
         ds_tensor: torch.Tensor,
         grad_buffer: torch.Tensor | None,
         persistent: bool = False,
@@ -93,44 +97,85 @@ class Runtime:
         name: str = "",
         reduce_dtype: torch.dtype | None = None,
     ) -> None: ...
-    def register_graph_z1(self, graph_id: int, ds_ids: list[int]) -> None: ...
-    def register_graph_z2(self, graph_id: int, ds_ids: list[int]) -> None: ...
-    def register_graph_z3(self, graph_id: int, ds_ids: list[int], *, reduce_at_update: bool = False) -> None: ...
-    def empty(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor: ...
-    def set_persistent(self, ds_id: int) -> None: ...
+    def register_graph_z1(self, graph_id: int, ds_ids: Sequence[int]) -> None: ...
+    def register_graph_z2(self, graph_id: int, ds_ids: Sequence[int]) -> None: ...
+    def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int], *, reduce_at_update: bool = False) -> None: ...
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for a shard: where gathers move it with the fewest copies (over shared memory, in the heap
+        that the ranks share). Shards that lie elsewhere travel as well.
+        """
+    def set_persistent(self, ds_id: int) -> None:
+        """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
     def set_grad_buffer(
         self, ds_id: int, grad_buffer: torch.Tensor | None, reduce_dtype: torch.dtype | None = None
-    ) -> None: ...
-    def plan_reductions(self, graph_id: int, buckets: list[list[int]], in_flight: int) -> None: ...
-    def limit_idle_memory(self, bytes: int) -> None: ...
-    def reset_gathered_peak(self) -> None: ...
+    ) -> None:
+        """Between steps: a frozen ZeRO-3 parameter is trained from now on, or (None) a trained one is frozen. The ranks
+        agree on it at the next ``start_forward``.
+        """
+    def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int) -> None:
+        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
+        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
+        backwards.
+        """
+    def limit_idle_memory(self, bytes: int) -> None:
+        """So much memory of gathered parameters is kept for the next ones while nobody uses it. What is beyond is given back
+        at once, for whatever else needs some meanwhile. By default it is as much as was in use at once; in the backwards of
+        a device 16 MiB at most, whatever was said here.
+        """
+    def reset_gathered_peak(self) -> None:
+        """``stats()["gathered_bytes_peak"]`` counts from now on, and with it the memory that is kept for gathers."""
     def start_forward(self) -> None: ...
     @staticmethod
     def refuse_direct_gradients(shard: torch.Tensor, message: str) -> None: ...
-    def hold_shards(self, hold: bool) -> None: ...
-    def end_reads(self) -> None: ...
-    def discard_gradients(self, ds_ids: list[int]) -> None: ...
+    def hold_shards(self, hold: bool) -> None:
+        """No rank changes a shard from here until the backward before an update ends (or ``hold_shards(False)``), so
+        parameters may be read where their shards lie and need not be copied. All ranks, before each forward for which it
+        holds, after ``start_forward``.
+        """
+    def end_reads(self) -> None:
+        """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
+    def discard_gradients(self, ds_ids: Sequence[int]) -> None:
+        """Between backwards: what was accumulated of these parameters since the last update is thrown away. ``shard.grad``
+        is the caller's to clear. Every rank calls it.
+        """
     def set_outside_step(self, outside: bool) -> None: ...
-    def timeout(self) -> float: ...
-    def let_gradients_go(self) -> None: ...
-    def gather_small_together(self, together: bool) -> None: ...
+    def timeout(self) -> float:
+        """Seconds that a wait may take now."""
+    def let_gradients_go(self) -> None:
+        """After an update, when ``grad`` of the shards is None: gradient buffers take no memory until the next backward."""
+    def gather_small_together(self, together: bool) -> None:
+        """Within a known step (:meth:`hold_shards`) small parameters that cannot be read in place are gathered at its first
+        gather, in one collective, and stay to its end. The same on all ranks, between steps.
+        """
     def end_forward(self) -> None: ...
-    def start_backward(self, update: bool, settle_later: bool = False) -> None: ...
-    def settle(self) -> None: ...
-    def enable_profiling(self, enable: bool) -> None: ...
+    def start_backward(self, update: bool, settle_later: bool = False) -> None:
+        """``update`` says that an optimizer step follows this backward. With ``settle_later`` one that no update follows
+        ends without a wait for its reductions: gradient buffers must not be read before :meth:`settle`, the next backward
+        or a read of ``shard.grad``, which wait. The same on all ranks.
+        """
+    def settle(self) -> None:
+        """Waits for the reductions that backwards have left running."""
+    def enable_profiling(self, enable: bool) -> None:
+        """While enabled, reductions and frees are skipped."""
     def is_profiling(self) -> bool: ...
     def reset(self) -> None: ...
-    def invalidate_gathered_param(self, ds_id: int) -> None: ...
+    def invalidate_gathered_param(self, ds_id: int) -> None:
+        """The next gather of the parameter travels again, persistent or not."""
     def clear_all_gathered_params(self) -> None: ...
     @property
-    def states(self) -> StateOffload: ...
+    def states(self) -> StateOffload:
+        """An optimizer's states, between the device and the host."""
     @property
-    def trace(self) -> StepTrace: ...
+    def trace(self) -> StepTrace:
+        """The log of what happens; ``TraceReader`` reads it."""
     @property
-    def host_is_apart(self) -> bool: ...
+    def host_is_apart(self) -> bool:
+        """Whether what moves to the host leaves the device's memory."""
     def close(self) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
-    def wait_seconds(self) -> float: ...
+    def stats(self) -> dict[str, Any]:
+        """What this rank did, in numbers (docs/runtime.md lists them)."""
+    def wait_seconds(self) -> float:
+        """Of :meth:`stats`: how long the host was blocked in waits so far."""
 
 class StepTrace:
     def start(self, releases: bool = False) -> int: ...

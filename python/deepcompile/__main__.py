@@ -6,10 +6,10 @@ import argparse
 import pathlib
 import sys
 
-from deepcompile import doctor
 from deepcompile._version import __version__
-from deepcompile.checkpoint import CheckpointError, consolidate
+from deepcompile.engine.checkpoint import CheckpointError, consolidate
 from deepcompile.plan.__main__ import main as planner
+from deepcompile.runtime import doctor
 
 #: Commands of the planner, which reads its own arguments: what they are, for the list of commands.
 _PLANNER = {

@@ -40,9 +40,9 @@ from torch.distributed import (
     send,
 )
 
-from deepcompile import _inference, _process_group
-from deepcompile._after_import import after_import
-from deepcompile._load import _C
+from deepcompile.runtime import inference, process_group
+from deepcompile.runtime.after_import import after_import
+from deepcompile.runtime.load import _C
 
 _log = logging.getLogger("deepcompile")
 
@@ -68,7 +68,7 @@ def init_distributed(
     if not dist.is_initialized():
         if dist_init_required is False:
             raise RuntimeError("init_distributed(dist_init_required=False): there is no process group yet")
-        _process_group.make(
+        process_group.make(
             dist_backend,
             timeout=timeout,
             init_method=init_method,
@@ -77,8 +77,8 @@ def init_distributed(
             port=distributed_port,
             discover_mpi=auto_mpi_discovery,
         )
-    if not _inference.connected():
-        _inference.connect(dist.get_world_size(), dist.get_rank(), timeout)
+    if not inference.connected():
+        inference.connect(dist.get_world_size(), dist.get_rank(), timeout)
     if verbose and dist.get_rank() == 0 and (apart := _C.inference_ranks_apart()) is not None:
         _log.info("inference_all_reduce goes through the process group: %s", apart)
 
@@ -93,8 +93,8 @@ def _by_operator(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup 
     if not whole or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
         return tensor
-    if not _inference.connected() and dist.is_initialized():
-        _inference.connect(dist.get_world_size(), dist.get_rank(), dist.default_pg_timeout)
+    if not inference.connected() and dist.is_initialized():
+        inference.connect(dist.get_world_size(), dist.get_rank(), dist.default_pg_timeout)
     torch.ops.deepspeed.inference_all_reduce_(tensor)
     return tensor
 
@@ -112,7 +112,7 @@ def _teach_dynamo(_: ModuleType) -> None:
     torch.compiler.substitute_in_graph(inference_all_reduce)(_traced)
 
 
-_inference.serve_otherwise(_by_operator)
+inference.serve_otherwise(_by_operator)
 after_import("torch._dynamo", _teach_dynamo)
 
 
@@ -131,7 +131,7 @@ def monitored_barrier(
 
 def uses_shared_memory() -> bool:
     """Whether :func:`inference_all_reduce` goes through shared memory, and not through the process group."""
-    return _inference.connected() and _C.inference_ranks_apart() is None
+    return inference.connected() and _C.inference_ranks_apart() is None
 
 
 def get_local_rank() -> int:
@@ -145,7 +145,7 @@ def get_world_group() -> dist.ProcessGroup | None:
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     if group is None or group is dist.group.WORLD:
-        _inference.close()
+        inference.close()
     dist.destroy_process_group(group)
 
 

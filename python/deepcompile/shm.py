@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepcompile._load import _C
+from deepcompile.runtime.load import _C
 
 
 def _sizes(size: tuple[int | Sequence[int], ...]) -> list[int]:

@@ -63,7 +63,8 @@ TORCH_LIBRARY_IMPL(dc, Meta, m) {
   m.impl("release_param_traced", sameReleased);
   m.impl("reduce_grad", reduceGrad);
   m.impl("free_tensors", noFree);
-  // offload_tensor and reload_tensor return tensors of another device, which a kernel for Meta cannot say: _fakes.py.
+  // offload_tensor and reload_tensor return tensors of another device, which a kernel for Meta cannot say:
+  // runtime/fakes.py.
   m.impl("wait_offload", same);
   m.impl("wait_reload", same);
   m.impl("offload_parameter", nothing);

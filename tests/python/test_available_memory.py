@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from deepcompile.available_memory import container_memory
+from deepcompile.planning.available_memory import container_memory
 
 
 def group(folder: pathlib.Path, limit: str, used: int, files: int, version: int) -> None:

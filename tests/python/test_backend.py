@@ -14,8 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import deepcompile
-from deepcompile.sharding import sharding_of
-from deepcompile.step_plan import reads_of
+from deepcompile.compiler.reads import reads_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import RankFailed, run_ranks
 from models import Llama, Run, WithGraphBreak, seeded, train_with_engine
 from test_engine_parity import assert_parity

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepcompile import dc, runtime_config
+from deepcompile import dc
+from deepcompile.runtime import runtime_config
 from harness import only_on_cpu, run_ranks
 from z3_fixture import GRAPH, gather, release, start, whole_parameter
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepcompile
-from deepcompile.batch_sizes import BatchSizes, over_all
+from deepcompile.planning.batch_sizes import BatchSizes, over_all
 from harness import run_ranks
 from models import Run, assert_close, seeded, train_unsharded
 

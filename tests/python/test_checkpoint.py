@@ -16,7 +16,7 @@ from torch import nn
 
 import deepcompile
 from deepcompile.__main__ import main
-from deepcompile.checkpoint import CheckpointError, consolidate
+from deepcompile.engine.checkpoint import CheckpointError, consolidate
 from deepcompile.safetensors import load_safetensors, save_safetensors
 from harness import run_ranks
 from models import Llama, seeded

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from deepcompile.config import CompileConfig, Config, ConfigError, ZeroConfig, load_config
+from deepcompile.config.config import CompileConfig, Config, ConfigError, ZeroConfig, load_config
 from harness import only_on_cpu
 
 pytestmark = only_on_cpu("has no tensors")

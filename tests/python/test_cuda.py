@@ -19,7 +19,7 @@ def test_without_a_gpu_the_package_says_why():
     if DEVICE == "cuda":
         pytest.skip("there is a GPU")
     assert not deepcompile.cuda_available()
-    from deepcompile._cuda_parts import require_cuda, why_no_cuda
+    from deepcompile.runtime.cuda_parts import require_cuda, why_no_cuda
 
     assert why_no_cuda() in (
         "this PyTorch was built without CUDA",
@@ -344,7 +344,7 @@ def test_gradients_that_one_rank_alone_has_more_of_are_an_error_there_and_not_us
 
 
 def sums_squares(rank: int, world: int) -> None:
-    from deepcompile._load import _C
+    from deepcompile.runtime.load import _C
 
     sizes = (1, 7, 255, 4096, 65536, 65537, 200_001)
     for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.float16, torch.bfloat16, torch.float32)):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from deepcompile.clipping import LateFlag
+from deepcompile.engine.clipping import LateFlag
 from harness import DEVICE, RankFailed, only_on_cpu, run_ranks, where_ranks_run
 from models import MLP, Llama, Run, seeded, train_unsharded, train_with_engine
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import deepcompile
 from deepcompile import dc
-from deepcompile.config import ConfigError, accumulation_steps, load_config
-from deepcompile.loss_scale import LossScale
+from deepcompile.config.config import ConfigError, accumulation_steps, load_config
+from deepcompile.engine.loss_scale import LossScale
 from deepcompile.safetensors import load_safetensors
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import run_ranks
 from models import Llama, seeded
 

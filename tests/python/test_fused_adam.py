@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import deepcompile
-from deepcompile import _fused_adam, _shard_aware_torch
+from deepcompile.sharding import fused_adam, shard_aware_torch
 from harness import run_ranks
 from models import Llama, seeded
 
@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    _shard_aware_torch.install()
+    shard_aware_torch.install()
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -78,7 +78,7 @@ def test_updates_are_bitwise_those_of_the_optimizers_own_step(kind: str, monkeyp
             elif step >= 3:
                 optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
         before = len(calls)
-        _fused_adam.step(optimizers[0])
+        fused_adam.step(optimizers[0])
         through_torch.append(len(calls) > before)
         optimizers[1].step()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -128,7 +128,7 @@ def test_what_changes_between_updates_is_noticed(change: str, monkeypatch: pytes
             trained = [changes(change, optimizer, own) for optimizer, own in zip(optimizers, trained, strict=True)]
         for own in trained:
             give_gradients(own, step)
-        _fused_adam.step(optimizers[0])
+        fused_adam.step(optimizers[0])
         before = len(calls)
         optimizers[1].step()
         del calls[before:]
@@ -144,7 +144,7 @@ def test_moments_that_others_have_taken_the_place_of_are_freed() -> None:
     optimizer = torch.optim.AdamW(own, fused=True)
     for step in range(1, 4):
         give_gradients(own, step)
-        _fused_adam.step(optimizer)
+        fused_adam.step(optimizer)
     before = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [moment() for moment in before] == [None] * len(own)
@@ -156,7 +156,7 @@ def trained_and_known_to_its_parameter() -> weakref.ref[torch.optim.Optimizer]:
     own[0].trained_by = optimizer
     for step in range(1, 4):
         give_gradients(own, step)
-        _fused_adam.step(optimizer)
+        fused_adam.step(optimizer)
     return weakref.ref(optimizer)
 
 
@@ -173,7 +173,7 @@ def test_gathered_copies_of_what_was_updated_are_out_of_date() -> None:
     for step in range(1, 5):
         give_gradients(own, step)
         before = own[0]._version
-        _fused_adam.step(optimizer)
+        fused_adam.step(optimizer)
         assert own[0]._version > before
 
 
@@ -182,10 +182,10 @@ def test_a_sparse_gradient_is_refused_as_the_optimizer_does() -> None:
     optimizer = torch.optim.AdamW(own, fused=True)
     for step in range(1, 4):
         give_gradients(own, step)
-        _fused_adam.step(optimizer)
+        fused_adam.step(optimizer)
     own[0].grad = torch.ones_like(own[0]).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
-        _fused_adam.step(optimizer)
+        fused_adam.step(optimizer)
 
 
 def replaces_the_step(optimizer: Any, watcher: str, seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monke
     more: dict[str, Any] = {"amsgrad": True, "fused": True} if watcher == "amsgrad" else {"fused": watcher != "foreach"}
     optimizer = torch.optim.AdamW(own, lr=1e-2, **more)
     give_gradients(own, 1)
-    _fused_adam.step(optimizer)
+    fused_adam.step(optimizer)
     calls = calls_of_torch(monkeypatch)
     seen: list[int] = []
     handle = None
@@ -233,7 +233,7 @@ def test_optimizers_that_do_or_show_more_take_their_own_step(watcher: str, monke
         handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
     elif watcher in REPLACED:
         replaces_the_step(optimizer, watcher, seen, monkeypatch)
-    _fused_adam.step(optimizer)
+    fused_adam.step(optimizer)
     if handle is not None:
         handle.remove()
     assert calls == [1]

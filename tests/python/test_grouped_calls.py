@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 import deepcompile
-from deepcompile.grouped_calls import GATHER_ALL, GRADIENTS_A_CALL, REDUCE_ALL, group_calls
-from deepcompile.segments import GATHER, REDUCE
+from deepcompile.compiler.grouped_calls import GATHER_ALL, GRADIENTS_A_CALL, REDUCE_ALL, group_calls
+from deepcompile.compiler.segments import GATHER, REDUCE
 from harness import DEVICE, run_ranks
 from models import seeded
 from test_shards_in_place import LAYERS, MODES, Model, train, unsharded

@@ -156,7 +156,7 @@ def called_directly(rank: int, world: int) -> None:
         calls.append(arguments)
         return deepcompile.comm._by_operator(*arguments, **keywords)
 
-    deepcompile._inference.serve_otherwise(noted)
+    deepcompile.runtime.inference.serve_otherwise(noted)
     for size in (0, 1, 256, 40_000):  # the last one lets go of the interpreter at once
         tensor = torch.full((size,), rank + 1.0)
         version = tensor._version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deepcompile.live_memory import live_bytes
+from deepcompile.compiler.live_memory import live_bytes
 from harness import only_on_cpu
 
 pytestmark = only_on_cpu("host memory")

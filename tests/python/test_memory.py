@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepcompile
-from deepcompile._shard_parameter import ShardParameter
+from deepcompile.sharding.shard_parameter import ShardParameter
 from harness import only_on_cpu, run_ranks
 from models import seeded
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from deepcompile.config import ConfigError
+from deepcompile.config.config import ConfigError
 from harness import run_ranks
 from models import Run, assert_close, losses_with_engine, train_unsharded
 

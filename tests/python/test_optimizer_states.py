@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import run_ranks, where_ranks_run
 from models import seeded
 

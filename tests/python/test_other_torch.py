@@ -42,7 +42,7 @@ def test_a_library_of_another_minor_version_says_both_versions_and_what_to_do() 
 def test_a_symbol_that_another_patch_version_lacks_becomes_the_same_sentence() -> None:
     other = ".".join(torch.__version__.split(".")[:2]) + ".77"
     program = f"""
-from deepcompile._fits import why_not_loaded
+from deepcompile.runtime.fits import why_not_loaded
 raise ImportError(why_not_loaded("{torch.__version__}", ImportError("undefined symbol: _ZN3c10")))
 """
     said = last_words(
@@ -59,9 +59,11 @@ raise ImportError(why_not_loaded("{torch.__version__}", ImportError("undefined s
 def test_a_source_tree_that_is_not_built_says_how(tmp_path: pathlib.Path, command: str) -> None:
     package = tmp_path / "deepcompile"
     package.mkdir()
-    for source in (ROOT / "python" / "deepcompile").glob("*.py"):
+    for source in (ROOT / "python" / "deepcompile").rglob("*.py"):
         if source.name != "_built_for.py":
-            (package / source.name).write_text(source.read_text())
+            copy = package / source.relative_to(ROOT / "python" / "deepcompile")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(source.read_text())
     said = last_words(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import deepcompile")
     assert said.startswith("ImportError: deepcompile's native library is not built")
     assert command in said

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepcompile
-from deepcompile.group_transfers import GroupTransfers
+from deepcompile.runtime.group_transfers import GroupTransfers
 from harness import only_on_cpu, run_ranks
 from models import MLP
 

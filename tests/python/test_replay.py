@@ -15,8 +15,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import deepcompile
-from deepcompile.sharding import sharding_of
-from deepcompile.step_plan import placed_gathers
+from deepcompile.planning.step_plan import placed_gathers
+from deepcompile.sharding.sharding import sharding_of
 from harness import only_on_cpu, run_ranks
 from models import Llama, Run, seeded, train_unsharded
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepcompile
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import run_ranks
 from models import MLP, Llama, seeded
 from test_replay import compiled, iterate, plain

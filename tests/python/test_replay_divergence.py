@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deepcompile
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from dynamic_models import DynamicRun
 from harness import only_on_cpu, run_ranks
 from models import assert_close, train_unsharded
@@ -99,7 +99,7 @@ def test_an_order_that_comes_again_is_recorded_and_both_are_kept() -> None:
 
 
 def counts_recordings(rank: int, world: int) -> None:
-    from deepcompile import compiled_graph, recording
+    from deepcompile.replay import compiled_graph, recording
 
     started: list[int] = []
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import deepcompile
-from deepcompile._state_shards import StateShard
+from deepcompile.sharding.state_shards import StateShard
 from harness import run_ranks
 from models import Llama, seeded
 

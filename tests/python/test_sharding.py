@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepcompile
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import RankFailed, run_ranks
 from models import MLP, Llama, seeded
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import deepcompile
-from deepcompile import _fused_adam, state_offload
+from deepcompile.sharding import fused_adam, state_offload
 from harness import STREAMS, only_on_cpu, run_ranks
 from models import MODELS, Llama, Run, losses_with_engine
 
@@ -46,7 +46,7 @@ def engine_of(run: Run, optimizer: str = "adamw") -> deepcompile.Engine:
 
 def _watch_updates(engine: deepcompile.Engine) -> None:
     """On a CPU an update of states that are on the host is right; on a device it would be an error. So it is one here."""
-    inner, members = _fused_adam.step, engine.sharding.by_parameter()
+    inner, members = fused_adam.step, engine.sharding.by_parameter()
 
     def step(optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"] if p in members and p.grad is not None]
@@ -54,7 +54,7 @@ def _watch_updates(engine: deepcompile.Engine) -> None:
         assert not [members[param].name for param in params if members[param].id in away]
         inner(optimizer)
 
-    _fused_adam.step = step
+    fused_adam.step = step
 
 
 def states_of(engine: deepcompile.Engine) -> list[torch.Tensor]:
@@ -508,9 +508,9 @@ class GathersInItsForwardAlone(torch.nn.Module):
 
 
 def moves_in_a_backward_without_gathers(rank: int, world: int) -> None:
-    from deepcompile import planning
+    from deepcompile.planning import step_planner
 
-    inner = planning.graph_schedule
+    inner = step_planner.graph_schedule
     lengths: list[int] = []
 
     def with_moves(graph_plan: Any, segments: Any, phase: str) -> Any:
@@ -519,7 +519,7 @@ def moves_in_a_backward_without_gathers(rank: int, world: int) -> None:
         lengths.append(len(reads))
         return [(begin, keep, gathers, moves), *reads]
 
-    planning.graph_schedule = with_moves
+    step_planner.graph_schedule = with_moves
     torch.manual_seed(3)
     engine = deepcompile.initialize(GathersInItsForwardAlone(), OPTIMIZERS["adamw"], planned_config(None))
     for _ in range(2):

@@ -12,24 +12,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import deepcompile
 from deepcompile import plan as planner
-from deepcompile._load import _C
-from deepcompile.profile import measured_machine, segment_seconds
-from deepcompile.segments import GATHER, cut, mark_params, name_of
-from deepcompile.sharding import sharding_of
-from deepcompile.state_moves import Moves
-from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
-from deepcompile.step_plan import (
-    GraphPlan,
-    GraphRead,
-    Launch,
-    Take,
-    graph_schedule,
-    reads_of,
-    slots_of,
-    step_plan,
-    with_reads,
-)
-from deepcompile.whole_step import Inputs, plan_whole_step
+from deepcompile.compiler.reads import GraphRead, reads_of, slots_of, with_reads
+from deepcompile.compiler.segments import BACKWARD, FORWARD, GATHER, cut, mark_params, name_of
+from deepcompile.planning.profile import measured_machine, segment_seconds
+from deepcompile.planning.step_graph import ParamFacts, Saved, step_graph
+from deepcompile.planning.step_plan import GraphPlan, Launch, Take, graph_schedule, step_plan
+from deepcompile.planning.whole_step import Inputs, plan_whole_step
+from deepcompile.runtime.load import _C
+from deepcompile.sharding.sharding import sharding_of
+from deepcompile.sharding.state_moves import Moves
 from harness import run_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepcompile
-from deepcompile.engine_replay import ReplayProfile
+from deepcompile.engine.engine_replay import ReplayProfile
 from harness import RankFailed, run_ranks, where_ranks_run
 from models import Llama, WithGraphBreak, seeded
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepcompile
-from deepcompile.sharding import sharding_of
+from deepcompile.sharding.sharding import sharding_of
 from harness import run_ranks
 from models import seeded
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import deepcompile
 from deepcompile import dc
-from deepcompile.segments import REDUCE, give_gradients
+from deepcompile.compiler.segments import REDUCE, give_gradients
 from harness import only_on_cpu, run_ranks
 from models import Llama, seeded
 

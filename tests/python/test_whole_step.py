@@ -125,7 +125,7 @@ def test_gradients_are_reduced_together_as_planned_unless_a_bucket_size_is_confi
 
 
 def runs_out_of_memory(rank: int, world: int, replanning: bool) -> None:
-    from deepcompile import whole_step
+    from deepcompile.planning import whole_step
 
     def fail(*args, **kwargs):
         raise MemoryError

@@ -1,0 +1,300 @@
+"""The torch.compile backend "deepcompile". With ``operators.py`` the only place that touches private parts of the compiler.
+
+AOTAutograd's joint graph is partitioned so that gathered parameters, and all that is computed only from them, are gathered
+again in the backward and never saved. Both halves are planned as one step. Inductor (or nothing, for ``aot_eager``) compiles
+each once, whatever the plan: the runtime follows the plan's schedule at each of its reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile.compiler.compile_log import compiling, graph_name
+from deepcompile.compiler.grouped_calls import group_calls
+from deepcompile.compiler.reads import reads_of, slots_of, with_reads
+from deepcompile.compiler.segments import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    Segments,
+    cut,
+    give_gradients,
+    has_gathers,
+    mark_params,
+    name_of,
+    only_from_gathers,
+    share_gathers,
+)
+from deepcompile.runtime.after_import import after_import
+from deepcompile.runtime.load import _C
+from deepcompile.sharding.sharding import CompiledCall, open_shardings
+
+_log = logging.getLogger("deepcompile")
+
+Compile = Callable[..., Any]
+
+
+def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
+    unit = _Unit(module, example_inputs)
+    with compiling(f"the {FORWARD} of {unit.name}", unit.sharding):
+        return unit.compile_with_inductor() if unit.backend == "inductor" else unit.compile_for_eager()
+
+
+def load_compiler(kind: str) -> None:
+    """Imports what compiles, which takes seconds, where a model is made ready and not in its first step: ``torch.compile``
+    does so for its own backend.
+    """
+    if kind == "inductor":
+        import torch._inductor.compile_fx  # noqa: F401
+
+
+def _register(registry: ModuleType) -> None:
+    registry.register_backend(compiler_fn=backend, name="deepcompile")
+
+
+after_import("torch._dynamo.backends.registry", _register)
+
+
+class _Compiled:
+    """One compiled phase. It runs by the schedule that its step has at the time of the call."""
+
+    def __init__(
+        self, function: Callable[..., Any], step: Any, phase: str, sharding: Any, shards: list[int] | None
+    ) -> None:
+        """``shards``: the positions of the shards among the arguments, by the numbers that schedules have for parameters;
+        None where the graph is not the one that was planned.
+        """
+        self._function = function
+        self._step, self._phase, self._sharding = step, phase, sharding
+        self._shards = shards
+        self._boxed_call = True  # takes one list, which it may empty
+
+    def __call__(self, args: list[Any]) -> Any:
+        step, sharding = self._step, self._sharding
+        step.ran_in = sharding.steps_begun
+        if sharding.calls is not None and step.trains:
+            sharding.calls.append(CompiledCall(step, self._phase))
+            sharding.runtime.trace.begin_graph(self._phase == BACKWARD)
+        schedule = step.plan.schedules.get(self._phase) if step.plan is not None else None
+        if schedule is not None and self._shards is not None:
+            _C.begin_graph(sharding.graph_id, schedule, [args[place] for place in self._shards])
+        else:
+            _C.begin_graph(sharding.graph_id, None, [])
+        try:
+            return self._function(args)
+        except BaseException:
+            _C.begin_graph(sharding.graph_id, None, [])  # what is read next is no part of this graph
+            raise
+
+
+def _places_of_shards(module: fx.GraphModule, planned: Segments) -> list[int] | None:
+    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when it
+    has other reads than the plan knows: branches (``torch.cond``) and nested regions are graphs of their own inside it.
+    """
+    graph = module.graph
+    parts = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
+    if any(has_gathers(part) for part in parts) or reads_of(cut(graph)) != reads_of(planned):
+        return None
+    inputs = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
+    places = {name_of(node): inputs.get(node.args[0]) for node in graph.nodes if node.target is GATHER}
+    found = [places.get(name) for name in slots_of(planned)]
+    return [place for place in found if place is not None] if None not in found else None
+
+
+class _Unit:
+    """One graph that Dynamo traced."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        self._module, self._inputs = module, example_inputs
+        self._shardings: list[Any] = []  # more than one where a model reads another's parameters
+        found: list[tuple[int, Any, str]] = []
+        for sharding in open_shardings():
+            members = sharding.by_parameter()
+            own = [
+                (index, sharding, members[value].name)
+                for index, value in enumerate(example_inputs)
+                if isinstance(value, torch.nn.Parameter) and value in members
+            ]
+            found += own
+            self._shardings += [sharding] if own else []
+        #: Whose planner plans the graph.
+        self._sharding = self._shardings[-1] if self._shardings else None
+        #: Parameters by the position of their input. Two models may have parameters of the same name.
+        self._names = {
+            index: name if sharding is self._sharding else f"{name} of graph {sharding.graph_id}"
+            for index, sharding, name in found
+        }
+        self._step: Any = None
+        #: For people.
+        self.name = graph_name(self._sharding) if self._sharding is not None else ""
+
+    @property
+    def sharding(self) -> Any:
+        return self._sharding
+
+    @property
+    def _runs_alone(self) -> bool:
+        """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
+        return self._step is not None and all(sharding.reads_what_it_has for sharding in self._shardings)
+
+    @property
+    def _order(self) -> contextlib.AbstractContextManager[Any]:
+        """Inductor would put all gradients of weights behind the rest of a backward, to hold fewer of them before they are
+        handed over. Those of one rank are still held then, and until then so is what they are computed from.
+        """
+        if not self._runs_alone or self.backend != "inductor":
+            return contextlib.nullcontext()
+        from torch._inductor import config as inductor_config
+
+        patched: contextlib.AbstractContextManager[Any] = inductor_config.patch(reorder_for_peak_memory=False)
+        return patched
+
+    @property
+    def backend(self) -> str:
+        return "inductor" if self._sharding is None else self._sharding.config.compile.backend
+
+    # -- the three ways in -------------------------------------------------------------------------------------------
+
+    def compile_with_inductor(self) -> Any:
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        if all(sharding.whole for sharding in self._shardings):  # nothing to plan
+
+            def compile_one(*args: Any, **kwargs: Any) -> Any:
+                with self._said(BACKWARD if kwargs.get("is_backward") else FORWARD):
+                    return compile_fx_inner(*args, **kwargs)
+
+            return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
+        # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(
+                self._module,
+                list(self._inputs),
+                inner_compile=self._compiles(compile_fx_inner),
+                config_patches={"custom_partitioner_fn": _partitioner(self)},
+            )
+
+    def compile_for_eager(self) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        def compiler(is_backward: bool, is_inference: bool) -> Compile:
+            def compile_one(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                inner = self._compiles(lambda graph, example, **kwargs: make_boxed_func(graph.forward))
+                return inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+            return compile_one
+
+        from torch._functorch import config as functorch_config
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            return aot_autograd(
+                fw_compiler=compiler(False, False),
+                bw_compiler=compiler(True, False),
+                inference_compiler=compiler(False, True),
+                partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
+            )(self._module, self._inputs)
+
+    def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
+        if phase == FORWARD:
+            return contextlib.nullcontext()
+        return compiling(f"the {phase} of {self.name}", self._sharding)
+
+    # -- what they share ---------------------------------------------------------------------------------------------
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        for node in only_from_gathers(joint.graph):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+        kwargs.setdefault("compiler", "inductor")
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        self._name_params((forward, backward))
+        self._step = self._planner.plan_step(forward, backward)
+        return forward, backward
+
+    @property
+    def _planner(self) -> Any:
+        assert self._sharding is not None
+        return self._sharding.planner
+
+    def _name_params(self, graphs: Sequence[fx.GraphModule]) -> None:
+        """AOTAutograd calls the inputs primals_1, primals_2, ... in a training graph and arg0_1, arg1_1, ... otherwise."""
+        names = {f"primals_{index + 1}": name for index, name in self._names.items()}
+        names |= {f"arg{index}_1": name for index, name in self._names.items()}
+        mark_params(graphs, names)
+
+    def _compiles(self, inner: Compile) -> Compile:
+        def compile_one(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if not has_gathers(module.graph):
+                return inner(module, example_inputs, **kwargs)
+            phase = BACKWARD if kwargs.get("is_backward") else FORWARD
+            if self._step is None or kwargs.get("is_inference"):
+                self._name_params((module,))
+                step = self._planner.plan_step(module, None)
+            else:
+                step = self._step
+            give_gradients(module.graph)
+
+            places = _places_of_shards(module, step.graphs[phase])
+            if places is None and step.plan is not None:
+                _log.warning(
+                    "the %s of %s reads parameters that its plan does not know, as in a branch of torch.cond; what it "
+                    "reads is gathered on demand",
+                    phase,
+                    self.name,
+                )
+            with self._said(phase), self._order:
+                function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
+            return _Compiled(function, step, phase, self._sharding, places)
+
+        return compile_one
+
+    def _with_reads(self, graph: fx.Graph) -> fx.Graph:
+        if self._runs_alone:
+            alone = copy.deepcopy(graph)
+            group_calls(alone)
+            return alone
+        result = with_reads(graph)
+        share_gathers(result)  # any schedule may keep what is read here
+        return result
+
+
+def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Another graph over the same attributes. It writes the module's code, which for a large graph takes a while: once."""
+    other = fx.GraphModule(module, graph)
+    other.meta = dict(module.meta)
+    return other
+
+
+def _partitioner(unit: _Unit) -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return unit.partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return "deepcompile"  # what it decides is in the graph's text, and its code in the key of every cache
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)  # for the key of Inductor's cache
+
+    return Partitioner()

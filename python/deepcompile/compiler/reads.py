@@ -1,0 +1,85 @@
+"""The reads of a compiled graph, in a fixed order that no plan changes: its schedule says what happens at each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from torch import fx
+
+from deepcompile.compiler.segments import GATHER, Segments, cut, name_of, read_once, small_params
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphRead:
+    """One read in a compiled graph, before a segment."""
+
+    segment: int
+    param: str
+
+
+def reads_of(segments: Segments) -> list[GraphRead]:
+    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it (in
+    the first, where many do), of the small ones once, at the beginning. A read in the middle of a segment would keep a
+    compiler from fusing across it.
+    """
+    small, once = small_params(segments.params.values()), read_once(segments.segments)
+    uses = [(index, param) for index, segment in enumerate(segments.segments) for param in segment.uses]
+    reads: dict[object, GraphRead] = {param: GraphRead(0, param) for _, param in uses if param in small}
+    for index, param in uses:
+        if param not in small:
+            reads.setdefault(param if param in once else (index, param), GraphRead(index, param))
+    return list(reads.values())
+
+
+def with_reads(old: fx.Graph) -> fx.Graph:
+    """Another graph that computes the same and reads its parameters where :func:`reads_of` says; what is computed from
+    parameters alone is computed where it is used.
+    """
+    segments = cut(old)
+    starts = {segment.first: index for index, segment in enumerate(segments.segments) if segment.first is not None}
+    gathers = {name_of(node): node for node in old.nodes if node.target is GATHER}
+    reads = reads_of(segments)
+    new = fx.Graph()
+    new._codegen = copy.deepcopy(old._codegen)
+    environment: dict[fx.Node, fx.Node] = {}
+    current: dict[str, fx.Node] = {}  # parameter -> what its last read returned
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in environment:  # computed only from parameters: where it is used first, from the last read
+            assert node in segments.roots, node
+            if node.target is GATHER:
+                return current[name_of(node)]
+            environment[node] = new.node_copy(node, value)
+        return environment[node]
+
+    def begin(index: int) -> None:
+        for read in reads:
+            if read.segment == index:
+                gather = gathers[read.param]
+                node = new.call_function(GATHER, (environment[gather.args[0]], *gather.args[1:]))  # type: ignore[index]
+                node.meta = {**gather.meta, "deepcompile_pinned": True}
+                current[read.param] = node
+                for derived, params in segments.roots.items():
+                    if read.param in params:
+                        environment.pop(derived, None)
+
+    begun = False
+    for node in old.nodes:
+        if node in segments.roots:
+            continue
+        if node.op not in ("placeholder", "get_attr") and not begun:
+            begun = True
+            begin(0)
+        if node in starts:
+            begin(starts[node])
+        environment[node] = new.node_copy(node, value)
+    new.lint()
+    return new
+
+
+def slots_of(segments: Segments) -> list[str]:
+    """The parameters of a compiled graph by the numbers that its schedule knows them by. Equal layers may share a graph, so
+    whose shards they are is known when it is called.
+    """
+    return list(segments.params)

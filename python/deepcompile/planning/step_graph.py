@@ -1,0 +1,168 @@
+"""From cut graphs to the planner's step graph: its parameters, what is saved, its nodes, and the pieces of the update.
+
+The nodes of a step graph are numbered in the order of the program: the segments of the forward, those of the backward,
+micro-batch by micro-batch, and then the pieces of the update. What reads a plan goes by these numbers; names are for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import fx
+
+from deepcompile import plan as planner
+from deepcompile.compiler.live_memory import storages, tensor_bytes
+from deepcompile.compiler.segments import BACKWARD, FORWARD, Segment, Segments
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamFacts:
+    """What the planner has to know of a parameter besides what the graph shows."""
+
+    shard_bytes: int
+    grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
+    state_bytes: int  # of the optimizer's state on this rank
+    stays: bool  # gathered from update to update, whatever the plan
+    sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
+    cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
+    id: int = -1  # by which the runtime knows it
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What one segment of the forward makes and one of the backward reads last, together."""
+
+    made_in: int
+    read_in: int
+    bytes: int
+
+
+def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
+    """The number of each phase's first node, in the first micro-batch."""
+    found: dict[str, int] = {}
+    count = 0
+    for phase, segments in graphs.items():
+        found[phase] = count
+        count += len(segments.segments)
+    return found
+
+
+def step_graph(
+    name: str,
+    graphs: Mapping[str, Segments],
+    facts: Mapping[str, ParamFacts],
+    world: int,
+    seconds: Mapping[str, list[float]],
+    saved: Sequence[Saved],
+    update_seconds: float = 1e-6,
+    *,
+    micro_batches: int = 1,
+    kept: Iterable[str] = (),
+    late_gradients: bool = False,
+    pieces: Sequence[Sequence[str]] = (),
+    piece_workspace: Sequence[int] = (),
+) -> planner.StepGraph:
+    """``seconds``: of each segment, by phase; ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
+    all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
+    update; ``pieces``: parameters that are updated together, where they are not all, with the bytes that each needs beside.
+    """
+    builder = planner.StepGraphBuilder(name, world=world)
+    shown = {param.name: param for segments in graphs.values() for param in segments.params.values()}
+    stays = {param for param in shown if facts[param].stays} | set(kept)
+    updated = [p for p in shown if BACKWARD in graphs and facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
+    late = set(updated) if late_gradients else set()
+    params: dict[str, int] = {}
+    for param, facts_of in ((param, facts[param]) for param in shown):
+        trained = facts_of.grad_bytes > 0
+        params[param] = builder.param(
+            param,
+            bytes=shown[param].bytes,
+            shard=facts_of.shard_bytes,
+            grad=facts_of.grad_bytes,
+            accum=0 if not trained or param in late else facts_of.sum_bytes,
+            state=facts_of.state_bytes if trained else 0,
+            persistent=param in stays,
+            frozen=not trained,
+        )
+    sums = {p: builder.buffer(f"gradient:{p}", bytes=facts[p].sum_bytes, gradient=True) for p in updated if p in late}
+    # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
+    to_come, reduced = set(sums), list[int]()
+    for micro in range(micro_batches):
+        buffers = [
+            builder.buffer(f"saved:f{one.made_in}-b{one.read_in}{_suffix(micro)}", bytes=one.bytes) for one in saved
+        ]
+        for phase, segments in graphs.items():
+            for index, segment in enumerate(segments.segments):
+                grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
+                makes = [b for b, one in zip(buffers, saved, strict=True) if phase == FORWARD and one.made_in == index]
+                reads = [b for b, one in zip(buffers, saved, strict=True) if phase == BACKWARD and one.read_in == index]
+                builder.node(
+                    f"{phase[0]}{index}{_suffix(micro)}",
+                    phase=phase,
+                    time=_nanoseconds(seconds[phase][index]),
+                    block=index,
+                    micro=micro,
+                    workspace=_workspace(segment, grads, facts),
+                    uses=[params[param] for param in segment.uses],
+                    grads=[params[param] for param in grads],
+                    makes=makes + reduced,
+                    reads=reads,
+                )
+                reduced = [sums[grad] for grad in grads if grad in to_come]
+                to_come -= set(grads)
+    cut_up = [[param for param in piece if param in sums or param in updated] for piece in pieces] or [updated]
+    everything = sum(facts[param].shard_bytes for param in updated) or 1
+    for index, piece in enumerate(cut_up if updated else ()):
+        share = sum(facts[param].shard_bytes for param in piece) / everything
+        is_last = index == len(cut_up) - 1  # the sums all go when all parameters are updated
+        builder.node(
+            f"update{index}" if len(cut_up) > 1 else "update",
+            phase="update",
+            time=_nanoseconds(update_seconds * share),
+            workspace=piece_workspace[index] if piece_workspace else 0,
+            updates=[params[param] for param in piece],
+            makes=reduced if index == 0 else [],
+            reads=[b for b in sums.values() if index > 0 or b not in reduced] if is_last else [],
+        )
+    return builder.build()
+
+
+def _workspace(segment: Segment, grads: Sequence[str], facts: Mapping[str, ParamFacts]) -> int:
+    return segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))
+
+
+def _suffix(micro: int) -> str:
+    return f"@{micro}" if micro else ""
+
+
+def _has_gradient(segments: Segments, param: str) -> bool:
+    return any(param in segment.grads for segment in segments.segments)
+
+
+def saved_buffers(forward: Segments, backward: Segments, backward_module: fx.GraphModule) -> list[Saved]:
+    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of.
+    Views of the same memory are counted once.
+    """
+    made = {node.name: node for segment in forward.segments for node in segment.nodes}
+    made_in = {node: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
+    storage = storages(next(iter(made_in)).graph) if made_in else {}
+    read_in: dict[fx.Node, int] = {}
+    for index, segment in enumerate(backward.segments):
+        read_in |= {source: index for node in segment.nodes for source in node.all_input_nodes}
+    last: dict[fx.Node, int] = {}
+    for node in backward_module.graph.nodes:
+        if node.op == "placeholder" and node.name in made and node in read_in:
+            base = storage[made[node.name]]
+            last[base] = max(read_in[node], last.get(base, 0))
+    found: dict[tuple[int, int], int] = {}
+    for base, read in last.items():
+        size = tensor_bytes(base.meta.get("val"))
+        if size and base in made_in:
+            place = (made_in[base], read)
+            found[place] = found.get(place, 0) + size
+    return [Saved(*place, size) for place, size in sorted(found.items())]

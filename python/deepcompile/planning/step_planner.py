@@ -1,0 +1,395 @@
+"""Plans the steps of one sharded model: from estimates when a graph is first compiled, from measurements later, the same on
+all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import fx
+
+from deepcompile import plan as planner
+from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, cut, structure_hash
+from deepcompile.config.config import LEAST
+from deepcompile.planning.available_memory import available_memory, memory_name
+from deepcompile.planning.batch_sizes import BatchSizes, over_all
+from deepcompile.planning.step_graph import ParamFacts, Saved, saved_buffers
+from deepcompile.planning.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
+from deepcompile.planning.whole_step import Inputs, plan_whole_step
+from deepcompile.runtime.agreement import Agreement
+from deepcompile.runtime.load import _C
+from deepcompile.sharding.sharding import CompiledCall, ShardedParam, Sharding
+from deepcompile.sharding.state_offload import estimated_bytes
+
+#: What collectives cost between the ranks of one host before anything is measured: nanoseconds, and bytes a second.
+_SOCKETS, _SHARED_MEMORY = (100_000, 1_000_000_000), (10_000, 5_000_000_000)
+#: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
+_BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
+
+
+def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
+    machine = planner.preset("8xh200")
+    if sharding.runtime.device.type == "cpu":
+        machine = planner.preset("2xcpu").replace(
+            inside=_SHARED_MEMORY if sharding.runtime.stats()["shared_memory"] else _SOCKETS,
+            slowdown=_INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE,
+        )
+    moves_states = sharding.offload is not None and sharding.offload.planned
+    # Of what a plan may offload the runtime moves states, where an engine asks for it.
+    return machine.replace(name="this", devices=max(1, sharding.world), offload="states" if moves_states else "no")
+
+
+def _bytes_on_device(pieces: list[list[ShardedParam]]) -> Iterator[int]:
+    """Of states, while each piece is updated: its own, those that arrive and those that leave."""
+    sizes = [0, *(sum(map(estimated_bytes, piece)) for piece in pieces), 0]
+    return (sum(sizes[index : index + 3]) for index in range(len(pieces)))
+
+
+#: How a rank says that it has no plan; the reason follows.
+_NO_PLAN = "no plan: "
+
+#: Bytes that no one misses.
+_LITTLE = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedOptions:
+    """How an iteration that was recorded as a whole is planned."""
+
+    machine: planner.Machine  # measured
+    budget: int
+    prefetch_ahead: int | None  # layers that a gather may be started ahead; None: as the planner likes
+
+
+@dataclasses.dataclass
+class Step:
+    """One traced step (or a forward alone) and its plan."""
+
+    name: str
+    graphs: dict[str, Segments]
+    saved: list[Saved]
+    plan: StepPlan | None = None
+    why_not: str = ""  # why there is no plan
+    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    update_seconds: float = 1e-6  # of the optimizer
+    measured: bool = False
+    ran_in: int = 0  # number of the engine's step in which its forward ran last
+    #: Of a recorded iteration; where not given, the planner's own.
+    recorded: RecordedOptions | None = None
+    #: Needed for the largest batches that this rank has compiled the graphs for.
+    own_sizes: BatchSizes | None = None
+
+    @property
+    def trains(self) -> bool:
+        return BACKWARD in self.graphs
+
+
+class StepPlanner:
+    """Making one is a collective."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self._config = sharding.config
+        self.steps: dict[str, Step] = {}
+        self._agreement = Agreement(sharding.group, f"plan/{sharding.serial}", sharding.runtime.timeout)
+        self.machine = _unmeasured_machine(sharding)
+        self.budget = self._agree_on_budget()
+        self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
+        # Activations can have what a layer has been done with. A host would make the pages anew; a device's allocator has
+        # them at once, and is spared for a little that no one misses.
+        if self._config.memory_budget is not None:
+            sharding.runtime.limit_idle_memory(0)
+        elif sharding.runtime.device.type == "cuda":
+            sharding.runtime.limit_idle_memory(_LITTLE)
+        self.use_budget(self.budget)
+        self._facts: dict[str, ParamFacts] = {}
+        self.learn_facts()
+
+    def use_budget(self, budget: int) -> None:
+        """What follows runs within ``budget``: small parameters stay gathered for a whole step only where nobody wants less
+        memory than there is.
+        """
+        unbounded = self._config.memory_budget is None and budget >= self.budget
+        self._sharding.runtime.gather_small_together(unbounded and self._config.compile.strategy == "auto")
+
+    def learn_facts(self) -> None:
+        """What each parameter holds besides what graphs show; again when others are trained."""
+        self._facts = {sharded.name: self._facts_of(sharded) for sharded in self._sharding.params}
+
+    def _facts_of(self, sharded: ShardedParam) -> ParamFacts:
+        param, stays = sharded.param, sharded.persistent or sharded.leaf
+        if not param.requires_grad:
+            return ParamFacts(param.nbytes, 0, 0, stays, id=sharded.id)
+        offload = self._sharding.offload
+        sums_in = self._sharding.sum_dtype(param)
+        travels_in = self._config.reduce_dtype or sums_in
+        return ParamFacts(
+            shard_bytes=param.nbytes,
+            grad_bytes=sharded.numel * travels_in.itemsize,
+            state_bytes=estimated_bytes(sharded) if offload is None else offload.bytes_planned(sharded),
+            stays=stays,
+            sum_bytes=param.numel() * sums_in.itemsize,
+            cast_bytes=0 if travels_in == sharded.read_dtype else sharded.numel * sharded.read_dtype.itemsize,
+            id=sharded.id,
+        )
+
+    def _facts_between_updates(self) -> dict[str, ParamFacts]:
+        """For steps that train nothing: states that are on the host from update to update take no memory then."""
+        offload = self._sharding.offload
+        if offload is None or not offload.planned or not any(step.trains for step in self.steps.values()):
+            return self._facts
+        away = set(offload.schedule().on_host)
+        return {
+            name: dataclasses.replace(fact, state_bytes=0) if fact.id in away else fact
+            for name, fact in self._facts.items()
+        }
+
+    def _agree_on_budget(self) -> int:
+        """What each rank may use: of the memory that it shares with others, its part. 0: the least that holds a step."""
+        device = self._sharding.runtime.device
+        free = available_memory(device)
+        said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
+        sharing = Counter(name for _, name in said)
+        if self._config.memory_budget is not None:
+            return 0 if self._config.memory_budget == LEAST else self._config.memory_budget
+        return min(int(bytes_) // sharing[name] for bytes_, name in said)
+
+    def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
+        """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
+        again alone.
+        """
+        fuses = self._config.compile.backend == "inductor"
+        graphs = {FORWARD: cut(forward.graph, fuses)}
+        saved: list[Saved] = []
+        if backward is not None:
+            graphs[BACKWARD] = cut(backward.graph, fuses)
+            saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
+        if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
+            # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
+            return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")
+        key = structure_hash(graphs.values())
+        own = BatchSizes.of(graphs, saved)
+        step = self.steps.get(key)
+        if step is not None:
+            step.own_sizes = over_all([step.own_sizes, own]) if step.own_sizes is not None else own
+            return step
+        step = Step(f"step-{len(self.steps)}", graphs, saved, own_sizes=own)
+        sizes = self._agree_on_sizes(step, f"graph {key}", "compiled a new graph")
+        step.seconds = {phase: list(seconds) for phase, seconds in sizes.seconds.items()}
+        self._plan(step)
+        self._agree(step, f"graph {key}", "compiled a new graph")
+        self.steps[key] = step
+        self.place_reductions()
+        return step
+
+    def _agree_on_sizes(self, step: Step, what: str, said: str) -> BatchSizes:
+        """What the step's graphs need on any rank: batches may differ, plans may not. A collective."""
+        assert step.own_sizes is not None
+        everybody: list[BatchSizes] = []
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{step.own_sizes.text}", said)):
+            other, _, text = line.partition("\n")
+            if other != what:
+                self._agreement.refuse(what, other, rank, said)
+            everybody.append(BatchSizes.parse(text))
+        sizes = over_all(everybody)
+        sizes.put_into(step.graphs)
+        step.saved = sizes.saved_buffers()
+        return sizes
+
+    def _plan(self, step: Step) -> None:
+        """Gives the step a plan, or the reason why there is none."""
+        step.plan = None
+        if self._sharding.reads_what_it_has and step.trains:
+            step.why_not = "one rank reads its parameters where they lie"
+            return
+        unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
+        if unknown:
+            step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
+            return
+        recorded = step.recorded
+        keeps = not step.trains or recorded is not None or self._may_keep(step)
+        # Where the plan is of one of several micro-batches the sums of the earlier ones are there from its start.
+        of_all = (self._config.gradient_accumulation_steps or 1) == 1 or (keeps and recorded is None)
+        offload = self._sharding.offload
+        pieces = offload.pieces if offload is not None and step.trains and recorded is None else []
+        # A part of a model does not know where the others' states are.
+        moves_states = offload is not None and offload.planned and bool(pieces) and self.holds_model(step)
+        machine = recorded.machine if recorded else self.machine
+        inputs = Inputs(
+            step.name,
+            step.graphs,
+            self._facts if step.trains else self._facts_between_updates(),
+            self._sharding.world,
+            step.seconds,
+            step.saved,
+            step.update_seconds,
+            machine if moves_states else machine.replace(offload="no"),
+            recorded.budget if recorded else self.budget,
+            self._config.compile.strategy,
+            self._sharding.lets_gradients_go and of_all,
+            tuple(tuple(sharded.name for sharded in piece) for piece in pieces),
+            tuple(_bytes_on_device(pieces)) if offload is not None and not offload.planned else (),
+            moves_states,
+        )
+        try:
+            if recorded:
+                step.plan = _plan_recorded(inputs, recorded)
+            else:
+                step.plan = plan_whole_step(inputs, (self._config.gradient_accumulation_steps or 1) if keeps else 1)
+        except planner.BudgetError as error:
+            step.why_not = str(error)
+            return
+        except MemoryError:
+            step.why_not = f"rank {self._sharding.rank} ran out of memory while planning"
+            return
+        step.why_not = ""
+        if not keeps:
+            step.plan = without_keeping(step.plan, self._facts)
+        if recorded is None:
+            step.plan.schedules = {
+                phase: _C.StepSchedule(graph_schedule(step.plan.graphs[phase], segments, phase))
+                for phase, segments in step.graphs.items()
+            }
+
+    def plan_recorded(self, step: Step) -> None:
+        """Plans an iteration that was recorded. The caller sees to it that all ranks do and mean the same."""
+        self._plan(step)
+
+    def load_recorded(self, step: Step, graph_text: str, plan_text: str) -> None:
+        """Takes a plan that was made before, proved again."""
+        assert step.recorded is not None
+        graph = planner.StepGraph(graph_text, step.name)
+        loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
+        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._facts), self._facts)
+
+    def _agree(self, step: Step, what: str, said: str) -> None:
+        """All ranks plan the same, or none: where one has no plan, all run as without one."""
+        own = f"plan {step.plan.hash}" if step.plan else f"{_NO_PLAN}{step.why_not}"
+        outcomes = []
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", said)):
+            other, _, outcome = line.partition("\n")
+            if other != what:
+                self._agreement.refuse(what, other, rank, said)
+            outcomes.append(outcome)
+        without = next((outcome for outcome in outcomes if outcome.startswith(_NO_PLAN)), None)
+        if without is not None:
+            step.plan, step.why_not = None, without.removeprefix(_NO_PLAN)
+            return
+        for rank, outcome in enumerate(outcomes):
+            if outcome != own:
+                self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, said)
+
+    @property
+    def plans_reductions(self) -> bool:
+        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction, unless memory
+        is what counts.
+        """
+        if self._config.zero_optimization.reduce_bucket_size is not None or self._sharding.world == 1:
+            return False
+        return not self._sharding.collectives_stop_compute or self._config.memory_budget is not None
+
+    def place_reductions(self, plans: Sequence[StepPlan] | None = None) -> None:
+        """Tells the runtime which gradients to reduce together from the next backward on: as ``plans`` have it; where None,
+        as those of the compiled graphs.
+        """
+        if not self.plans_reductions:
+            return
+        if plans is None:
+            plans = [step.plan for step in self.steps.values() if step.trains and step.plan is not None]
+        ids = {sharded.name: sharded.id for sharded in self._sharding.params}
+        buckets = [[ids[name] for name in bucket] for plan in plans for bucket in plan.reductions]
+        in_flight = max((plan.reductions_in_flight for plan in plans), default=2)
+        self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets, in_flight)
+
+    def _may_keep(self, step: Step) -> bool:
+        """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
+        it keeps parameters to the backward only where all of them could stay.
+        """
+        if self.holds_model(step):
+            return True
+        everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
+        held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
+        return 2 * (everything + held) <= self.budget
+
+    def holds_model(self, step: Step) -> bool:
+        """True when the step's graphs read every parameter that is trained; else they are a part of a step."""
+        gathered = {param for segments in step.graphs.values() for param in segments.params}
+        return gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}
+
+    def in_several_graphs(self, calls: Iterable[CompiledCall], micro_batches: int) -> bool:
+        """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
+        forwards = [call.step for call in calls if call.phase == FORWARD]
+        parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
+        return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
+
+    def replan(
+        self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
+    ) -> bool:
+        """Plans again from measurements, which are the same on all ranks. True when the plan is another now. It is active
+        from the next graph on that runs, and nothing is compiled for it.
+        """
+        before, plan_before = step.plan.graphs if step.plan else None, step.plan
+        self.machine = machine
+        if self._sharding.offload is not None:
+            self.learn_facts()  # its states are there now
+        self._agree_on_sizes(step, f"{step.name} measured", "planned from measurements")
+        step.seconds, step.update_seconds = seconds, update_seconds
+        self._plan(step)
+        self._agree(step, f"{step.name} measured", "planned from measurements")
+        if step.plan is None:
+            step.plan = plan_before  # on all ranks; it is safe
+            return False
+        step.measured = True
+        self.place_reductions()
+        if step.plan.graphs == before:
+            return False
+        self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
+        return True
+
+    def training_step(self) -> Step | None:
+        """The one step that trains, of those that ran last; None where there is none or more than one."""
+        training = [step for step in self.steps.values() if step.trains]
+        last = max((step.ran_in for step in training), default=0)
+        running = [step for step in training if step.ran_in == last]
+        return running[0] if len(running) == 1 else None
+
+    def median_over_ranks(self, value: float, what: str) -> float:
+        """A collective, with a deadline."""
+        said = self._agreement.exchange(repr(value), what)
+        for rank, text in enumerate(said):
+            try:
+                float(text)
+            except ValueError:  # it is at another agreement
+                self._agreement.refuse(repr(value), text, rank, what)
+        return statistics.median(map(float, said))
+
+
+def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
+    planned = inputs.plan(micro_batches=1)
+    if options.prefetch_ahead is not None:
+        planned = planner.limit_prefetch(planned, options.prefetch_ahead)
+    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.facts), inputs.facts)
+
+
+#: Reductions of recorded steps are put together until each has at least this part of all gradients: curves that were
+#: measured at few sizes promise too much of small ones.
+_SMALLEST_PART = 16
+
+
+def _with_larger_reductions(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
+    every = sum(facts[name].grad_bytes for bucket in plan.reductions for name in bucket)
+    larger: list[tuple[str, ...]] = []
+    held: list[str] = []
+    for bucket in plan.reductions:
+        held += bucket
+        if _SMALLEST_PART * sum(facts[name].grad_bytes for name in held) >= every:
+            larger.append(tuple(held))
+            held = []
+    plan.reductions = (*larger, tuple(held)) if held else tuple(larger)
+    return plan
+
+
+Sharding.planner_type = StepPlanner

@@ -1,0 +1,107 @@
+"""Plans a step with all its micro-batches, of which each runs the same two graphs.
+
+The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next; it
+assumes, as the runtime does, that reductions run on beside the next forward. One
+micro-batch is then planned beside that: what its graphs do holds for every micro-batch, within the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from deepcompile import plan as planner
+from deepcompile.compiler.segments import BACKWARD, Segments
+from deepcompile.planning.step_graph import ParamFacts, Saved, step_graph
+from deepcompile.planning.step_plan import StepPlan, step_plan
+
+#: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.
+MOST_MICRO_BATCHES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a step is planned from."""
+
+    name: str
+    graphs: Mapping[str, Segments]
+    facts: Mapping[str, ParamFacts]
+    world: int
+    seconds: Mapping[str, list[float]]  # of each segment, by phase
+    saved: list[Saved]
+    update_seconds: float  # of the optimizer
+    machine: planner.Machine
+    budget: int  # bytes; 0: the least that holds the step
+    strategy: str
+    late_gradients: bool = False  # see step_graph
+    #: Parameters that are updated together, where states are offloaded, and bytes of states that each piece needs then,
+    #: unless the plan moves them (``moves_states``).
+    pieces: tuple[tuple[str, ...], ...] = ()
+    piece_workspace: tuple[int, ...] = ()
+    moves_states: bool = False
+
+    def plan(self, micro_batches: int, kept: Iterable[str] = (), later: bool = False) -> planner.Plan:
+        """``later``: gradients of earlier micro-batches are there already."""
+        graph = step_graph(
+            self.name,
+            self.graphs,
+            self.facts,
+            self.world,
+            self.seconds,
+            self.saved,
+            self.update_seconds,
+            micro_batches=micro_batches,
+            kept=kept,
+            late_gradients=self.late_gradients and not later,
+            pieces=self.pieces,
+            piece_workspace=self.piece_workspace,
+        )
+        budget = self.budget or planner.least_budget(graph, self.machine)
+        # What stays for all micro-batches is read from the plan of all of them; one that saves memory by keeping a parameter
+        # for some of them only could not be followed.
+        strategy = "planned" if self.strategy == "auto" and micro_batches > 1 else self.strategy
+        return planner.plan(graph, self.machine, budget=budget, strategy=strategy)
+
+    def step_plan(self, planned: planner.Plan, kept: frozenset[str] = frozenset()) -> StepPlan:
+        """What each graph does by the plan of one micro-batch."""
+        pieces = len(self.pieces) if self.moves_states else 0
+        return step_plan(planned, self.graphs, self.facts, kept, pieces)
+
+
+def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
+    """Raises planner.BudgetError when nothing fits."""
+    if BACKWARD not in inputs.graphs:
+        micro_batches = 1
+    count = min(micro_batches, MOST_MICRO_BATCHES)
+    planned = inputs.plan(count)
+    if count == 1:
+        return inputs.step_plan(planned)
+    # Whatever stays from one micro-batch to the next takes memory beside all that the largest needs.
+    kept = kept_over_micro_batches(planned, inputs.graphs) if inputs.budget else set()
+    by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
+    while True:
+        try:
+            micro = inputs.plan(1, by_size, later=True)
+            break
+        except planner.BudgetError:
+            # The plan of the whole let go of some before its last use of them, which a graph that runs again cannot.
+            if not by_size:
+                raise
+            by_size = by_size[: len(by_size) // 2]
+    found = inputs.step_plan(micro, frozenset(by_size))
+    return dataclasses.replace(found, planned=planned, micro_batches=count)
+
+
+def _bytes(graphs: Mapping[str, Segments], param: str) -> int:
+    return max(segments.params[param].bytes for segments in graphs.values() if param in segments.params)
+
+
+def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments]) -> set[str]:
+    """Parameters that the plan gathers at most once for all micro-batches. (A frozen one it may not gather at all; the
+    runtime gathers it once a step, since it cannot know what the program does to it between steps.)
+    """
+    names = planned.graph.params
+    gathers = Counter(names[i] for kind, _, _, items in planned.instructions if kind == "gather" for _, i in items)
+    used = {param for segments in graphs.values() for segment in segments.segments for param in segment.uses}
+    return {param for param in used if gathers[param] <= 1}

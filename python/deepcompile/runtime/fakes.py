@@ -1,0 +1,27 @@
+"""What the operators that move tensors to another device return while they are traced.
+
+The other operators have kernels for Meta in C++, whose results are taken to be where their inputs are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepcompile import _C
+
+
+def install() -> None:
+    torch.library.register_fake("dc::offload_tensor", _offloaded)
+    torch.library.register_fake("dc::reload_tensor", _reloaded)
+
+
+def _offloaded(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
+    return _like(a, torch.device("cpu"))
+
+
+def _reloaded(a: torch.Tensor, graph_id: int, id: int) -> torch.Tensor:
+    return _like(a, _C.graph_device(graph_id))
+
+
+def _like(a: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(a, device=a.device if a.is_meta else device, requires_grad=False)

@@ -1,0 +1,161 @@
+"""The class of a sharded parameter: what ``model.parameters()`` holds of it. It does what ``nn.Parameter`` does, except
+where that would be wrong without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepcompile.runtime.load import _C
+from deepcompile.sharding.state_shards import Origin, as_plain
+
+
+class ShardParameter(nn.Parameter):
+    """Holds this rank's part of a parameter. Writing to ``param.data`` counts as a change of the parameter; other memory
+    cannot be put under it.
+    """
+
+    full_shape: torch.Size
+    shard_name: str
+    #: What it is a part of; None where this rank has all of it.
+    origin: Origin | None = None
+    #: A copy is the program's own: the runtime does not gather from it.
+    is_copy = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.origin is not None:
+            self.origin.refuse()
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.origin, copied.full_shape, copied.shard_name = self.origin, self.full_shape, self.shard_name
+        copied.is_copy = True
+        return copied
+
+    @property
+    def data(self) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self.detach()  # of one version with the parameter
+        plain: torch.Tensor = _get_data(self)
+        if _asked_by_pytorch():
+            return plain
+        data = plain.as_subclass(ShardData)
+        data.parameter = self
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not self.is_copy and (value.data_ptr(), value.dtype, value.shape) != (
+            self.data_ptr(),
+            self.dtype,
+            self.shape,
+        ):
+            raise RuntimeError(
+                f"'{self.shard_name}'.data = ...: the runtime gathers from the memory of this rank's part, and no other can "
+                "be put in its place. Write into it: `with torch.no_grad(): param.copy_(value)` takes this rank's part, "
+                "`with deepcompile.full_params(model):` gives whole parameters to write to"
+            )
+        _set_data(self, value)
+
+
+_get_data, _set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _asked_by_pytorch() -> bool:
+    """PyTorch's own code looks at the class of ``param.data``, and writes to none of ours."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).split(".")[0] == "torch"
+
+
+class ShardData(torch.Tensor):
+    """``param.data`` of a sharded parameter, and its views. ``data`` has a version of its own, so that the runtime would not
+    hear of a change: here it does.
+    """
+
+    parameter: ShardParameter
+
+    @property
+    def origin(self) -> Origin | None:
+        return self.parameter.origin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.origin is not None:
+            self.origin.refuse()
+        return as_plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in _tensors((args, kwargs)) if isinstance(value, ShardData)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+            torch.autograd.graph.increment_version([value.parameter for value in given])
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: _marked(value, given), result)
+
+
+#: Besides functions whose names end with an underscore.
+_WRITES = (
+    "__setitem__",
+    "__set__",
+    *(
+        f"__i{name}__"
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "matmul",
+        )
+    ),
+)
+
+
+def _marked(value: torch.Tensor, given: list[ShardData]) -> torch.Tensor:
+    """A view of what was given tells of changes, too."""
+    memory = value.untyped_storage().data_ptr()
+    source = next((one for one in given if one.untyped_storage().data_ptr() == memory), None)
+    if source is None or memory == 0:
+        return value
+    view = value if isinstance(value, ShardData) else value.as_subclass(ShardData)
+    view.parameter = source.parameter
+    return view
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def make_shard(param: nn.Parameter, name: str, full_shape: torch.Size) -> None:
+    """``param``, which holds this rank's part, is of our class from here on."""
+    param.__class__ = ShardParameter
+    assert isinstance(param, ShardParameter)
+    param.shard_name, param.full_shape = name, full_shape
+
+
+def refuse_direct_gradient(param: nn.Parameter, name: str, place: str) -> None:
+    """A loss that was computed from the shard itself is an error in its backward. Once for each parameter that trains."""
+    path, _, attribute = name.rpartition(".")
+    module = f"model.{path}" if path else "model"
+    _C.Runtime.refuse_direct_gradients(
+        param,
+        f"the loss was computed from parameter '{name}' as it is in model.parameters(), where {place} has only its part of "
+        f"it. Read it from its module instead: {module}.{attribute} is the whole parameter, and its gradient the mean over "
+        "the ranks. For a plain penalty on weights there is also the optimizer's weight_decay",
+    )
+
+
+_C.take_for_parameters(ShardParameter)  # by operators that are called directly

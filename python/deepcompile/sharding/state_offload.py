@@ -1,0 +1,192 @@
+"""Keeps an optimizer's states in host memory while its update does not need them.
+
+The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves.
+Which of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
+*planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on
+the host from update to update, whatever costs the least; the schedules of compiled graphs then start the moves.
+
+Whatever the schedule does, a state is on the device when it is updated: the runtime sees to it (``state_offload.h``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deepcompile.config.config import Config
+from deepcompile.sharding import fused_adam
+from deepcompile.sharding.sharding import ShardedParam, Sharding
+from deepcompile.sharding.state_moves import Moves, Schedule, everything
+
+#: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
+#: what saturates the way to the host.
+_PIECES, _LEAST_PIECE = 16, 32 << 20
+
+
+def as_large(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The states of a parameter that have an element for each of its own. The number of steps is a number, also of a
+    parameter that is one.
+    """
+    return {
+        slot: value
+        for slot, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and slot != "step"
+    }
+
+
+def estimated_bytes(sharded: ShardedParam) -> int:
+    """Of a parameter's states: two of its size, as Adam has them."""
+    return 2 * sharded.param.nbytes
+
+
+class StateOffload:
+    """Moves the states of one engine's optimizer. The calls come from the engine."""
+
+    def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        if sharding.offload is not None:
+            raise RuntimeError(
+                "another engine of this model keeps its optimizer's states on the host already: a second one cannot; leave "
+                "out 'zero_optimization.offload_optimizer' and 'compile.offload_opt_states'"
+            )
+        self._sharding = sharding
+        self._states = sharding.runtime.states
+        #: The planner decides, as long as it has a plan; otherwise all states move.
+        self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
+        self._members = sharding.by_parameter()
+        self._settles: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._follow(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its states are those that move, also where an engine was given another optimizer."""
+        if optimizer not in self._settles:
+            self._settles.add(optimizer)
+            optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
+        self._optimizer = optimizer
+        #: What is updated together, in the order of the updates: the same on all ranks.
+        self.pieces = self._cut()
+        self._learn(self._sharding.params)
+
+    def _cut(self) -> list[list[ShardedParam]]:
+        """By nothing but the parameters: ranks plan by it, and each may have other hooks on its optimizer."""
+        trained = [
+            self._members[param]
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+            if param in self._members and param.requires_grad
+        ]
+        limit = max(_LEAST_PIECE, sum(map(estimated_bytes, trained)) // _PIECES)
+        found: list[list[ShardedParam]] = [[]]
+        size = 0
+        for sharded in trained:
+            if found[-1] and size + estimated_bytes(sharded) > limit:
+                found.append([])
+                size = 0
+            found[-1].append(sharded)
+            size += estimated_bytes(sharded)
+        return found
+
+    def bytes_planned(self, sharded: ShardedParam) -> int:
+        """Of states of a parameter that are on the device unless a plan moves them, as far as they are known."""
+        if not self.planned:
+            return 0
+        if sharded.param not in self._optimizer.state:
+            return estimated_bytes(sharded)
+        return sum(state.nbytes for state in as_large(sharded.param, self._optimizer.state[sharded.param]).values())
+
+    def start_forward(self, update_follows: bool) -> None:
+        """Of every micro-batch that trains."""
+        self._states.allow_returns(update_follows)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first forward: states that came onto the device in another way, as from a checkpoint, leave it."""
+        self._follow(optimizer)
+        self.skip()
+
+    def skip(self) -> None:
+        """In place of an update: who is on the host from update to update goes there."""
+        home = self.schedule().on_host
+        self._move(Moves(leave=home, free=home))
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()``, and what moves around it."""
+        self._follow(optimizer)  # it may have been loaded, or given other parameters, since the forward
+        self._states.allow_returns(True)
+        updates = self.schedule().updates
+        if not any(updates) or not _steps_in_pieces(optimizer):
+            self._update(optimizer, [group["params"] for group in optimizer.param_groups])
+            self.skip()
+            return
+        for part, moves in zip(_by_piece(optimizer, self.pieces), updates, strict=False):
+            self._move(moves)
+            self._update(optimizer, part)
+        self._move(updates[-1])
+
+    def _update(self, optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> None:
+        """Of the parameters that ``part`` has of each group."""
+        updated = [self._members[param] for params in part for param in params if param in self._members]
+        self._states.require([sharded.id for sharded in updated])
+        with _only(optimizer, part):
+            fused_adam.step(optimizer)
+        self._learn(updated)  # the first update makes them
+
+    def _learn(self, params: Iterable[ShardedParam]) -> None:
+        """Tells the runtime which tensors the optimizer has for states now. Numbers stay where the optimizer has them."""
+        for sharded in params:
+            state = self._optimizer.state.get(sharded.param, {}) if sharded.param.dim() > 0 else {}
+            self._states.set(sharded.id, list(as_large(sharded.param, state).values()), sharded.name)
+
+    def _move(self, moves: Moves) -> None:
+        if moves:
+            self._states.move(list(moves.leave), list(moves.free), list(moves.fetch))
+
+    def schedule(self) -> Schedule:
+        if self.planned:
+            step = self._sharding.planner.training_step()
+            found: Schedule | None = step.plan.states if step is not None and step.plan is not None else None
+            if found is not None and len(found.updates) == len(self.pieces) + 1:
+                return found
+        return everything([tuple(sharded.id for sharded in piece) for piece in self.pieces])
+
+    def words(self) -> str:
+        """For the engine's explanation."""
+        schedule = self.schedule()
+        trained = sum(map(len, self.pieces))
+        if not schedule.moving:
+            return f"on the device; there is room for those of all {trained} parameters"
+        how = "as planned" if schedule.planned else "all of them"
+        return (
+            f"those of {len(schedule.moving)} of {trained} parameters move, {how}; "
+            f"{len(schedule.on_host)} are on the host from update to update; updated in {len(self.pieces)} pieces"
+        )
+
+
+def _steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """PyTorch's own optimizers count steps for each parameter; others may count calls, and so may whoever looks at them."""
+    return type(optimizer).__module__.startswith("torch.optim.") and fused_adam.is_unobserved(optimizer)
+
+
+def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]) -> list[list[list[Any]]]:
+    """For each piece its parameters by group; those of no piece (which are frozen, or have no shards) go with the last."""
+    piece_of = {id(sharded.param): index for index, piece in enumerate(pieces) for sharded in piece}
+    parts: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in pieces]
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            parts[piece_of.get(id(param), len(pieces) - 1)][index].append(param)
+    return parts
+
+
+@contextlib.contextmanager
+def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[None]:
+    """The optimizer's groups have these parameters alone."""
+    everything_ = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(optimizer.param_groups, part, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, everything_, strict=True):
+            group["params"] = params
