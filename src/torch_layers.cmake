@@ -44,6 +44,7 @@ add_library(
   runtime/host_moves.cpp
   runtime/local_gradients.cpp
   runtime/param.cpp
+  runtime/parameter_copies.cpp
   runtime/parameter_gatherer.cpp
   runtime/parameter_misuse.cpp
   runtime/parameter_passes.cpp

@@ -66,13 +66,6 @@ void ParameterGatherer::readGroup(const std::vector<std::int64_t>& ds_ids, const
   prefetch(ds_ids, dtypes);
 }
 
-// Their memory lives on in the tensors that were handed out.
-void ParameterGatherer::dropCopies(const std::vector<CopyKey>& keys) {
-  for (const CopyKey& key : keys) {
-    letGo(key);
-  }
-}
-
 void ParameterGatherer::serve(const ScheduledReads::Step& step) {
   dropCopies(step.drop);
   for (const auto& together : step.gathers) {
@@ -97,30 +90,6 @@ ScheduledReads::Step ParameterGatherer::followRead(const ProgramEvent& event, bo
   });
   serve(step);
   return step;
-}
-
-void ParameterGatherer::letGo(const Wanted& wanted, bool traced) {
-  int& holders = parts_.registry->holders(wanted.id);
-  if (held_.erase(wanted.id)) {
-    --holders;
-  }
-  if (holders > 0) {
-    return;  // another graph means to read it
-  }
-  GatheredParam* const copy = parts_.registry->findGathered(wanted.id, wanted.dtype);
-  // A trace says until when the tensors that were handed out lived.
-  if (traced && copy != nullptr && copy->in_place && in_place_.holding() && !parts_.context->trace->wantsReleases()) {
-    copy->let_go = true;
-    return;
-  }
-  forgetCopy(wanted);
-}
-
-void ParameterGatherer::forgetCopy(const Wanted& wanted) {
-  auto& copies = parts_.registry->gatheredCopies(wanted.id);
-  copies.erase(std::remove_if(copies.begin(), copies.end(),
-                              [&](const GatheredParam& copy) { return copy.tensor.scalar_type() == wanted.dtype; }),
-               copies.end());
 }
 
 at::Tensor ParameterGatherer::readAgain(const GatherKey& key) {
