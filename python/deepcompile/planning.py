@@ -10,17 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import fx
-
 from deepcompile import plan as planner
 from deepcompile._load import _C
 from deepcompile.agreement import Agreement
 from deepcompile.available_memory import available_memory, memory_name
 from deepcompile.batch_sizes import BatchSizes, over_all
 from deepcompile.config import LEAST
-from deepcompile.segments import Segments, cut, structure_hash
+from deepcompile.segments import Segments, structure_hash
 from deepcompile.state_offload import estimated_bytes
-from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, saved_buffers
+from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved
+from deepcompile.step_outline import StepOutline
 from deepcompile.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.whole_step import Inputs, plan_whole_step
 
@@ -167,16 +166,11 @@ class StepPlanner:
             return 0 if self._config.memory_budget == LEAST else self._config.memory_budget
         return min(int(bytes_) // sharing[name] for bytes_, name in said)
 
-    def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
+    def plan_step(self, outline: StepOutline) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
         again alone.
         """
-        fuses = self._config.compile.backend == "inductor"
-        graphs = {FORWARD: cut(forward.graph, fuses)}
-        saved: list[Saved] = []
-        if backward is not None:
-            graphs[BACKWARD] = cut(backward.graph, fuses)
-            saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
+        graphs, saved = dict(outline.graphs), list(outline.saved)
         if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
             # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
             return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")

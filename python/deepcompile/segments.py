@@ -13,7 +13,7 @@ import hashlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,22 @@ class Segments:
     def structure(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """What a plan depends on besides times and sizes."""
         return tuple((tuple(segment.uses), tuple(segment.grads)) for segment in self.segments)
+
+    def without_nodes(self, names: Mapping[str, str]) -> Segments:
+        """A copy that knows no nodes, with other names of parameters, as far as ``names`` has them."""
+
+        def renamed(params: Iterable[str]) -> list[str]:
+            return [names.get(param, param) for param in params]
+
+        params = {
+            names.get(name, name): dataclasses.replace(param, name=names.get(name, name))
+            for name, param in self.params.items()
+        }
+        segments = [
+            Segment(None, renamed(one.uses), renamed(one.grads), [], one.seconds, one.workspace)
+            for one in self.segments
+        ]
+        return Segments(params, segments, {})
 
 
 def name_of(node: fx.Node) -> str:
