@@ -26,7 +26,14 @@ from deepcompile._planned_graph import GraphRecord, PlannedGraph, input_name, pl
 from deepcompile._result_cache import caching
 from deepcompile.grouped_calls import group_calls
 from deepcompile.live_memory import number
-from deepcompile.segments import give_gradients, has_gathers, mark_params, only_from_gathers, share_gathers
+from deepcompile.segments import (
+    give_gradients,
+    has_gathers,
+    mark_params,
+    only_from_gathers,
+    reduce_small_later,
+    share_gathers,
+)
 from deepcompile.step_graph import BACKWARD, FORWARD
 from deepcompile.step_outline import StepOutline
 from deepcompile.step_plan import with_reads
@@ -181,9 +188,7 @@ class _Unit:
 
     def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
-        if phase == FORWARD:
-            return contextlib.nullcontext()
-        return compiling(f"the {phase} of {self.name}", self._sharding)
+        return compiling(f"the {phase} of {self.name}", self._sharding if phase == BACKWARD else None)
 
     # -- what they share ---------------------------------------------------------------------------------------------
 
@@ -244,6 +249,7 @@ class _Unit:
             return alone
         result = with_reads(graph)
         share_gathers(result)  # any schedule may keep what is read here
+        reduce_small_later(result)
         return result
 
 

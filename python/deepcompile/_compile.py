@@ -115,6 +115,8 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if graph.current_node.meta.get("deepcompile_pinned"):
         # Planned: not earlier, where it would hold memory beside what those before it use, nor later than the graph says.
         after += [output.get_name() for before in order.since_pinned(graph) for output in before.get_outputs()]
+    elif graph.current_node.meta.get("deepcompile_late") and graph.operations:
+        after += [output.get_name() for output in graph.operations[-1].get_outputs()]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
     elif op is _ops.free_tensors.default:

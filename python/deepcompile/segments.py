@@ -113,6 +113,21 @@ def give_gradients(graph: fx.Graph) -> None:
             node.args = (*node.args[:3], True)
 
 
+def reduce_small_later(graph: fx.Graph) -> None:
+    """Moves the reductions of small gradients back to the next read or other reduction. One in between would part what makes
+    the gradient from what comes after it, and each part is compiled, and called, by itself.
+    """
+    waiting: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.target is REDUCE and tensor_bytes(node.args[0].meta.get("val")) <= SMALL_BYTES:
+            waiting.append(node)
+        elif node.target in (GATHER, REDUCE) or node.op == "output":
+            for reduction in waiting:
+                node.prepend(reduction)
+                reduction.meta["deepcompile_late"] = True
+            waiting.clear()
+
+
 def share_gathers(graph: fx.Graph) -> None:
     """Others may read the memory of what this graph gathers when the graph is done with it."""
     for node in graph.nodes:
