@@ -302,6 +302,21 @@ def test_planned_graphs_have_few_more_kernels_than_unsharded_ones() -> None:
     assert ours[0] <= plain[0] + 2 and ours[1] <= plain[1] + 2, (ours, plain)
 
 
+def kernels_to_compile(rank: int, world: int, sharded: bool) -> int:
+    torch.manual_seed(1)
+    model = Llama(layers=2, size=32)
+    if sharded:
+        deepcompile.shard(model, config(3, "inductor"))
+    compiled = torch.compile(model, backend="deepcompile" if sharded else "inductor")
+    _, codes = run_and_get_code(lambda: compiled(Llama.batch(seeded())).backward())
+    return sum(len(re.findall(r"^\w+ = async_compile\.", code, re.M)) for code in codes)
+
+
+def test_reductions_of_small_gradients_do_not_part_kernels() -> None:
+    ours, plain = run_ranks(2, kernels_to_compile, True)[0], run_ranks(1, kernels_to_compile, False)[0]
+    assert 0 < ours <= plain, (ours, plain)
+
+
 def evaluates_by_inductor(rank: int, world: int) -> None:
     torch.manual_seed(1)
     model = Llama(layers=2, size=32)

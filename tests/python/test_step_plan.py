@@ -14,8 +14,9 @@ import deepcompile
 from deepcompile import plan as planner
 from deepcompile.compiler.reads import GraphRead, reads_of, slots_of, with_reads
 from deepcompile.compiler.segments import BACKWARD, FORWARD, GATHER, cut, mark_params, name_of
+from deepcompile.compiler.step_outline import Saved
 from deepcompile.planning.profile import measured_machine, segment_seconds
-from deepcompile.planning.step_graph import ParamFacts, Saved, step_graph
+from deepcompile.planning.step_graph import ParamFacts, step_graph
 from deepcompile.planning.step_plan import GraphPlan, Launch, Take, graph_schedule, step_plan
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.load import _C

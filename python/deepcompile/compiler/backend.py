@@ -1,4 +1,5 @@
-"""The torch.compile backend "deepcompile". With ``operators.py`` the only place that touches private parts of the compiler.
+"""The torch.compile backend "deepcompile". With ``operators.py`` and ``result_cache.py`` the only place that touches private
+parts of the compiler.
 
 AOTAutograd's joint graph is partitioned so that gathered parameters, and all that is computed only from them, are gathered
 again in the backward and never saved. Both halves are planned as one step. Inductor (or nothing, for ``aot_eager``) compiles
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,25 +19,23 @@ from torch import fx
 
 from deepcompile.compiler.compile_log import compiling, graph_name
 from deepcompile.compiler.grouped_calls import group_calls
-from deepcompile.compiler.reads import reads_of, slots_of, with_reads
+from deepcompile.compiler.live_memory import number
+from deepcompile.compiler.planned_graph import GraphRecord, PlannedGraph, input_name, places_of_shards
+from deepcompile.compiler.reads import with_reads
+from deepcompile.compiler.result_cache import caching
 from deepcompile.compiler.segments import (
     BACKWARD,
     FORWARD,
-    GATHER,
-    Segments,
-    cut,
     give_gradients,
     has_gathers,
     mark_params,
-    name_of,
     only_from_gathers,
+    reduce_small_later,
     share_gathers,
 )
+from deepcompile.compiler.step_outline import StepOutline
 from deepcompile.runtime.after_import import after_import
-from deepcompile.runtime.load import _C
-from deepcompile.sharding.sharding import CompiledCall, open_shardings
-
-_log = logging.getLogger("deepcompile")
+from deepcompile.sharding.sharding import open_shardings
 
 Compile = Callable[..., Any]
 
@@ -64,52 +62,6 @@ def _register(registry: ModuleType) -> None:
 after_import("torch._dynamo.backends.registry", _register)
 
 
-class _Compiled:
-    """One compiled phase. It runs by the schedule that its step has at the time of the call."""
-
-    def __init__(
-        self, function: Callable[..., Any], step: Any, phase: str, sharding: Any, shards: list[int] | None
-    ) -> None:
-        """``shards``: the positions of the shards among the arguments, by the numbers that schedules have for parameters;
-        None where the graph is not the one that was planned.
-        """
-        self._function = function
-        self._step, self._phase, self._sharding = step, phase, sharding
-        self._shards = shards
-        self._boxed_call = True  # takes one list, which it may empty
-
-    def __call__(self, args: list[Any]) -> Any:
-        step, sharding = self._step, self._sharding
-        step.ran_in = sharding.steps_begun
-        if sharding.calls is not None and step.trains:
-            sharding.calls.append(CompiledCall(step, self._phase))
-            sharding.runtime.trace.begin_graph(self._phase == BACKWARD)
-        schedule = step.plan.schedules.get(self._phase) if step.plan is not None else None
-        if schedule is not None and self._shards is not None:
-            _C.begin_graph(sharding.graph_id, schedule, [args[place] for place in self._shards])
-        else:
-            _C.begin_graph(sharding.graph_id, None, [])
-        try:
-            return self._function(args)
-        except BaseException:
-            _C.begin_graph(sharding.graph_id, None, [])  # what is read next is no part of this graph
-            raise
-
-
-def _places_of_shards(module: fx.GraphModule, planned: Segments) -> list[int] | None:
-    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when it
-    has other reads than the plan knows: branches (``torch.cond``) and nested regions are graphs of their own inside it.
-    """
-    graph = module.graph
-    parts = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
-    if any(has_gathers(part) for part in parts) or reads_of(cut(graph)) != reads_of(planned):
-        return None
-    inputs = {node: index for index, node in enumerate(node for node in graph.nodes if node.op == "placeholder")}
-    places = {name_of(node): inputs.get(node.args[0]) for node in graph.nodes if node.target is GATHER}
-    found = [places.get(name) for name in slots_of(planned)]
-    return [place for place in found if place is not None] if None not in found else None
-
-
 class _Unit:
     """One graph that Dynamo traced."""
 
@@ -133,7 +85,11 @@ class _Unit:
             index: name if sharding is self._sharding else f"{name} of graph {sharding.graph_id}"
             for index, sharding, name in found
         }
+        #: What one rank has it need not gather. The same for forward and backward, which is compiled later.
+        self._reads_what_it_has = all(sharding.reads_what_it_has for sharding in self._shardings)
         self._step: Any = None
+        self._outline: StepOutline | None = None  # of the step, its parameters called by their inputs
+        self._from_cache: list[PlannedGraph] = []
         #: For people.
         self.name = graph_name(self._sharding) if self._sharding is not None else ""
 
@@ -144,7 +100,7 @@ class _Unit:
     @property
     def _runs_alone(self) -> bool:
         """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and all(sharding.reads_what_it_has for sharding in self._shardings)
+        return self._step is not None and self._reads_what_it_has
 
     @property
     def _order(self) -> contextlib.AbstractContextManager[Any]:
@@ -162,10 +118,17 @@ class _Unit:
     def backend(self) -> str:
         return "inductor" if self._sharding is None else self._sharding.config.compile.backend
 
+    @property
+    def variant(self) -> str:
+        """For the keys of caches: what the result depends on beside the graph, the registered shapes and the compiler."""
+        worlds = [sharding.world for sharding in self._shardings]
+        # The outline is of this batch. Where sizes are symbols, the key does not have them otherwise.
+        sizes = [number(value) for value in self._inputs if isinstance(value, torch.SymInt)]
+        return f"deepcompile {worlds} {self._reads_what_it_has} {sizes}"
+
     # -- the three ways in -------------------------------------------------------------------------------------------
 
     def compile_with_inductor(self) -> Any:
-        from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         if all(sharding.whole for sharding in self._shardings):  # nothing to plan
@@ -175,14 +138,29 @@ class _Unit:
                     return compile_fx_inner(*args, **kwargs)
 
             return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
-        # A cached result of AOTAutograd would come without the partitioner, and so without a plan.
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(
+        with caching(self._adopt):
+            function = compile_fx(
                 self._module,
                 list(self._inputs),
                 inner_compile=self._compiles(compile_fx_inner),
                 config_patches={"custom_partitioner_fn": _partitioner(self)},
             )
+        self._plan_what_was_cached()
+        return function
+
+    def _adopt(self, function: Compile, record: GraphRecord) -> PlannedGraph:
+        """Takes code from AOTAutograd's cache."""
+        assert self._sharding is not None
+        self._from_cache.append(PlannedGraph(function, record, self._sharding))
+        return self._from_cache[-1]
+
+    def _plan_what_was_cached(self) -> None:
+        if not self._from_cache:
+            return
+        names = {input_name(index): name for index, name in self._names.items()}
+        self._step = self._planner.plan_step(self._from_cache[0].deepcompile_record.outline.renamed(names))
+        for graph in self._from_cache:
+            graph.follow(self._step, self.name)
 
     def compile_for_eager(self) -> Any:
         from torch._dynamo.backends.common import aot_autograd
@@ -207,9 +185,7 @@ class _Unit:
 
     def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
-        if phase == FORWARD:
-            return contextlib.nullcontext()
-        return compiling(f"the {phase} of {self.name}", self._sharding)
+        return compiling(f"the {phase} of {self.name}", self._sharding if phase == BACKWARD else None)
 
     # -- what they share ---------------------------------------------------------------------------------------------
 
@@ -224,9 +200,15 @@ class _Unit:
             node.meta.setdefault("ac_graph_id", 0)
         kwargs.setdefault("compiler", "inductor")
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-        self._name_params((forward, backward))
-        self._step = self._planner.plan_step(forward, backward)
+        self._step = self._plan(forward, backward)
         return forward, backward
+
+    def _plan(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Any:
+        self._from_cache.clear()  # it could not be used
+        self._name_params((forward,) if backward is None else (forward, backward))
+        outline = StepOutline.of(forward, backward, fuses=self.backend == "inductor")
+        self._outline = outline.renamed({name: input_name(index) for index, name in self._names.items()})
+        return self._planner.plan_step(outline)
 
     @property
     def _planner(self) -> Any:
@@ -244,24 +226,16 @@ class _Unit:
             if not has_gathers(module.graph):
                 return inner(module, example_inputs, **kwargs)
             phase = BACKWARD if kwargs.get("is_backward") else FORWARD
-            if self._step is None or kwargs.get("is_inference"):
-                self._name_params((module,))
-                step = self._planner.plan_step(module, None)
-            else:
-                step = self._step
+            alone = self._step is None or kwargs.get("is_inference")
+            step = self._plan(module, None) if alone else self._step
+            assert self._outline is not None
+            record = GraphRecord(phase, self._outline, places_of_shards(module, step.graphs[phase]))
             give_gradients(module.graph)
-
-            places = _places_of_shards(module, step.graphs[phase])
-            if places is None and step.plan is not None:
-                _log.warning(
-                    "the %s of %s reads parameters that its plan does not know, as in a branch of torch.cond; what it "
-                    "reads is gathered on demand",
-                    phase,
-                    self.name,
-                )
             with self._said(phase), self._order:
                 function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
-            return _Compiled(function, step, phase, self._sharding, places)
+            compiled = PlannedGraph(function, record, self._sharding)
+            compiled.follow(step, self.name)
+            return compiled
 
         return compile_one
 
@@ -272,6 +246,7 @@ class _Unit:
             return alone
         result = with_reads(graph)
         share_gathers(result)  # any schedule may keep what is read here
+        reduce_small_later(result)
         return result
 
 
@@ -292,7 +267,7 @@ def _partitioner(unit: _Unit) -> Any:
             return unit.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return "deepcompile"  # what it decides is in the graph's text, and its code in the key of every cache
+            return unit.variant
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

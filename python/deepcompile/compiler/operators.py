@@ -118,6 +118,8 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if graph.current_node.meta.get("deepcompile_pinned"):
         # Planned: not earlier, where it would hold memory beside what those before it use, nor later than the graph says.
         after += [output.get_name() for before in order.since_pinned(graph) for output in before.get_outputs()]
+    elif graph.current_node.meta.get("deepcompile_late") and graph.operations:
+        after += [output.get_name() for output in graph.operations[-1].get_outputs()]
     if op in _RELEASES:
         after += order.readers(graph, order.parameter_buffers.get(key, set()))
     elif op is _ops.free_tensors.default:
@@ -252,7 +254,8 @@ def keep_guards(guards: Sequence[Any]) -> list[bool]:
     return [not guard.name.startswith(ours) for guard in guards]
 
 
-compile_cache.note_code(pathlib.Path(__file__).parent)
+_FOLDER = pathlib.Path(__file__).parent
+compile_cache.note_code([*_FOLDER.glob("*.py"), *_FOLDER.parent.glob("lib/*.so")])
 for _op in EFFECTS:
     has_side_effect(_op)
 after_import("torch._dynamo.eval_frame", _skip_our_own_frames)

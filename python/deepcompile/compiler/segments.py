@@ -13,7 +13,7 @@ import hashlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,22 @@ class Segments:
         """What a plan depends on besides times and sizes."""
         return tuple((tuple(segment.uses), tuple(segment.grads)) for segment in self.segments)
 
+    def without_nodes(self, names: Mapping[str, str]) -> Segments:
+        """A copy that knows no nodes, with other names of parameters, as far as ``names`` has them."""
+
+        def renamed(params: Iterable[str]) -> list[str]:
+            return [names.get(param, param) for param in params]
+
+        params = {
+            names.get(name, name): dataclasses.replace(param, name=names.get(name, name))
+            for name, param in self.params.items()
+        }
+        segments = [
+            Segment(None, renamed(one.uses), renamed(one.grads), [], one.seconds, one.workspace)
+            for one in self.segments
+        ]
+        return Segments(params, segments, {})
+
 
 def name_of(node: fx.Node) -> str:
     """The parameter of a gather or a reduction; the placeholder's name where nobody has named it."""
@@ -97,6 +113,21 @@ def give_gradients(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is REDUCE and _is_only_read_by(node.args[0], node):
             node.args = (*node.args[:3], True)
+
+
+def reduce_small_later(graph: fx.Graph) -> None:
+    """Moves the reductions of small gradients back to the next read or other reduction. One in between would part what makes
+    the gradient from what comes after it, and each part is compiled, and called, by itself.
+    """
+    waiting: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.target is REDUCE and tensor_bytes(node.args[0].meta.get("val")) <= SMALL_BYTES:
+            waiting.append(node)
+        elif node.target in (GATHER, REDUCE) or node.op == "output":
+            for reduction in waiting:
+                node.prepend(reduction)
+                reduction.meta["deepcompile_late"] = True
+            waiting.clear()
 
 
 def share_gathers(graph: fx.Graph) -> None:

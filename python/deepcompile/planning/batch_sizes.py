@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from deepcompile.compiler.segments import Segments
-from deepcompile.planning.step_graph import Saved
+from deepcompile.compiler.step_outline import Saved
 
 
 @dataclasses.dataclass(frozen=True)

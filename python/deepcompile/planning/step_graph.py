@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import fx
-
 from deepcompile import plan as planner
-from deepcompile.compiler.live_memory import storages, tensor_bytes
 from deepcompile.compiler.segments import BACKWARD, FORWARD, Segment, Segments
+from deepcompile.compiler.step_outline import Saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +25,6 @@ class ParamFacts:
     sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
     cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
     id: int = -1  # by which the runtime knows it
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What one segment of the forward makes and one of the backward reads last, together."""
-
-    made_in: int
-    read_in: int
-    bytes: int
 
 
 def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
@@ -142,27 +131,3 @@ def _suffix(micro: int) -> str:
 
 def _has_gradient(segments: Segments, param: str) -> bool:
     return any(param in segment.grads for segment in segments.segments)
-
-
-def saved_buffers(forward: Segments, backward: Segments, backward_module: fx.GraphModule) -> list[Saved]:
-    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of.
-    Views of the same memory are counted once.
-    """
-    made = {node.name: node for segment in forward.segments for node in segment.nodes}
-    made_in = {node: index for index, segment in enumerate(forward.segments) for node in segment.nodes}
-    storage = storages(next(iter(made_in)).graph) if made_in else {}
-    read_in: dict[fx.Node, int] = {}
-    for index, segment in enumerate(backward.segments):
-        read_in |= {source: index for node in segment.nodes for source in node.all_input_nodes}
-    last: dict[fx.Node, int] = {}
-    for node in backward_module.graph.nodes:
-        if node.op == "placeholder" and node.name in made and node in read_in:
-            base = storage[made[node.name]]
-            last[base] = max(read_in[node], last.get(base, 0))
-    found: dict[tuple[int, int], int] = {}
-    for base, read in last.items():
-        size = tensor_bytes(base.meta.get("val"))
-        if size and base in made_in:
-            place = (made_in[base], read)
-            found[place] = found.get(place, 0) + size
-    return [Saved(*place, size) for place, size in sorted(found.items())]

@@ -9,14 +9,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch import fx
-
 from deepcompile import plan as planner
-from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, cut, structure_hash
+from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, structure_hash
+from deepcompile.compiler.step_outline import Saved, StepOutline
 from deepcompile.config.config import LEAST
 from deepcompile.planning.available_memory import available_memory, memory_name
 from deepcompile.planning.batch_sizes import BatchSizes, over_all
-from deepcompile.planning.step_graph import ParamFacts, Saved, saved_buffers
+from deepcompile.planning.step_graph import ParamFacts
 from deepcompile.planning.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.agreement import Agreement
@@ -157,16 +156,11 @@ class StepPlanner:
             return 0 if self._config.memory_budget == LEAST else self._config.memory_budget
         return min(int(bytes_) // sharing[name] for bytes_, name in said)
 
-    def plan_step(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Step:
+    def plan_step(self, outline: StepOutline) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
         again alone.
         """
-        fuses = self._config.compile.backend == "inductor"
-        graphs = {FORWARD: cut(forward.graph, fuses)}
-        saved: list[Saved] = []
-        if backward is not None:
-            graphs[BACKWARD] = cut(backward.graph, fuses)
-            saved = saved_buffers(graphs[FORWARD], graphs[BACKWARD], backward)
+        graphs, saved = dict(outline.graphs), list(outline.saved)
         if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
             # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
             return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from deepcompile import plan as planner
 from deepcompile.compiler.segments import BACKWARD, Segments
-from deepcompile.planning.step_graph import ParamFacts, Saved, step_graph
+from deepcompile.compiler.step_outline import Saved
+from deepcompile.planning.step_graph import ParamFacts, step_graph
 from deepcompile.planning.step_plan import StepPlan, step_plan
 
 #: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.

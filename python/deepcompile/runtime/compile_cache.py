@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+from collections.abc import Iterable
 
 import torch.compiler.config
 
@@ -19,10 +20,10 @@ _shapes: dict[int, str] = {}  # of the open runtimes
 _code = ""
 
 
-def note_code(folder: pathlib.Path) -> None:
-    """What is compiled depends on the code in ``folder``: what another version of it has left in the caches is not ours."""
+def note_code(files: Iterable[pathlib.Path]) -> None:
+    """What is compiled depends on the code in ``files``: what another version of it has left in the caches is not ours."""
     global _code
-    _code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
+    _code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
     _set_tag()
 
 

@@ -122,5 +122,3 @@ def _events(entries: Sequence[TraceEntry], names: Mapping[int, str], rank: int) 
         for entry in entries
         if entry.kind in _TRACKS
     ]
-
-
