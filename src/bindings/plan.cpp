@@ -1,5 +1,6 @@
 // The Python face of the planner. It links no PyTorch: plans are made of names and numbers.
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -28,6 +29,7 @@ struct PlannedStep {
   std::shared_ptr<const CostModel> cost;
   Plan plan;
   Report made;
+  py::object instructions = {};  // as Python sees them, from the first time that it asks
 };
 
 PlannedStep finish(std::shared_ptr<const StepGraph> graph, const Machine& machine, Bytes budget,
@@ -65,16 +67,25 @@ PlannedStep limitedPrefetch(const PlannedStep& step, Index ahead) {
 py::object orNone(Index index) { return index == kNone ? py::object(py::none()) : py::int_(index); }
 
 // (kind, node, operation, items): what a runtime executes. A node is its place in the graph, an item (kind, index).
-py::list instructions(const PlannedStep& step) {
-  py::list list;
-  for (const Instruction& in : step.plan.instructions) {
-    py::list items;
-    for (const Item& item : step.plan.itemsOf(in)) {
-      items.append(py::make_tuple(std::string(name(item.kind)), item.id));
-    }
-    list.append(py::make_tuple(std::string(name(in.kind)), orNone(in.node), orNone(in.op), items));
+// Several readers of a plan go through all of it, so it is made once.
+py::object instructions(PlannedStep& step) {
+  if (step.instructions) {
+    return step.instructions;
   }
-  return list;
+  std::map<std::string_view, py::str> words;
+  const auto word = [&](std::string_view text) { return words.try_emplace(text, text).first->second; };
+  py::tuple all(step.plan.instructions.size());
+  for (std::size_t i = 0; i < step.plan.instructions.size(); ++i) {
+    const Instruction& in = step.plan.instructions[i];
+    py::tuple items(in.count);
+    for (Index item = 0; item < in.count; ++item) {
+      const auto& [kind, id] = step.plan.itemsOf(in)[item];
+      items[item] = py::make_tuple(word(name(kind)), id);
+    }
+    all[i] = py::make_tuple(word(name(in.kind)), orNone(in.node), orNone(in.op), std::move(items));
+  }
+  step.instructions = all;
+  return all;
 }
 
 template <typename Things>
