@@ -93,7 +93,10 @@ def step_graph(
     sums = {p: builder.buffer(f"gradient:{p}", bytes=facts[p].sum_bytes, gradient=True) for p in updated if p in late}
     # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
     to_come, reduced = set(sums), list[int]()
-    made_in, read_in = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # segment -> places in `saved`
+    made_in, read_in = (
+        defaultdict[int, list[int]](list),
+        defaultdict[int, list[int]](list),
+    )  # segment -> places in `saved`
     for place, one in enumerate(saved):
         made_in[one.made_in].append(place)
         read_in[one.read_in].append(place)

@@ -76,8 +76,8 @@ Index ScheduleBuilder::positionAt(Nanos time, Index latest) const {
 }
 
 void ScheduleBuilder::requireFit() {
-  const Bytes peak = memory_.max(0, slots_ - 1);
-  if (slots_ > 0 && peak > problem_.budget) {
+  if (!memory_.within(0, slots_ - 1, problem_.budget)) {
+    const Bytes peak = memory_.max(0, slots_ - 1);
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
     const bool leaves = problem_.cost.machine().offload != Offload::Nothing;
     throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak, " bytes",

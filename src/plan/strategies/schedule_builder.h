@@ -63,8 +63,10 @@ class ScheduleBuilder {
   void keepInBlocks();
   void keepGathered();
   std::vector<Gap> gapsToKeep();
+  bool keepAll(std::span<const Gap> gaps);
   void keepUntilFull(std::span<const Gap> gaps);
   void keepIfFits(std::span<const Gap> gaps);
+  bool staysForGood(Index param) const;
   void makeResidencies();
   void prefetch();
   std::vector<Bucket> bucketGathers();

@@ -12,8 +12,9 @@ struct ScheduleBuilder::Gap {
   Index use;  // the use that is saved a gather, among all uses
   Index begin;
   Index end;
-  Nanos value;  // nanoseconds saved per MiB, weighted
-  Nanos lifetime;
+  bool first = false;  // a build must keep it
+  Nanos value = 0;     // nanoseconds saved per MiB, weighted
+  Nanos lifetime = 0;
 };
 
 struct ScheduleBuilder::Bucket {
@@ -44,7 +45,7 @@ void ScheduleBuilder::keepInBlocks() {
       }
       if (before.block == after.block && before.phase == after.phase && before.micro == after.micro &&
           uses[i] > uses[i - 1] + 1 && choice(overrides_.keep, use) != Overrides::No &&
-          memory_.max(uses[i - 1] + 1, uses[i] - 1) + bytes <= problem_.budget) {
+          memory_.within(uses[i - 1] + 1, uses[i] - 1, problem_.budget - bytes)) {
         memory_.add(uses[i - 1] + 1, uses[i] - 1, bytes);
         kept_[use] = 1;
       }
@@ -71,16 +72,9 @@ std::vector<ScheduleBuilder::Gap> ScheduleBuilder::gapsToKeep() {
         kept_[use] = 1;  // memory for it is counted already, or none is needed
         continue;
       }
-      Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
-      const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[use];
-      gap.value = mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
-      gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
       const Overrides::Choice choose = choice(overrides_.keep, use);
-      if (choose == Overrides::Yes) {
-        gap.lifetime = 0;  // before all others
-      }
       if (choose != Overrides::No) {
-        gaps.push_back(gap);
+        gaps.push_back({static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, choose == Overrides::Yes});
       }
     }
   }
@@ -131,8 +125,17 @@ void ScheduleBuilder::keepUntilFull(std::span<const Gap> gaps) {
 // fit is skipped, what comes after it still tried.
 void ScheduleBuilder::keepGathered() {
   std::vector<Gap> gaps = gapsToKeep();
+  if (keepAll(gaps)) {
+    return;
+  }
+  for (Gap& gap : gaps) {
+    const Bytes bytes = graph_.params[gap.param].bytes;
+    const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[gap.use];
+    gap.value = mulDiv(problem_.cost.gather(bytes), weight << 20, std::max<Bytes>(bytes, 1));
+    gap.lifetime = gap.first ? 0 : timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
+  }
   if (settings_.farthest) {
-    const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.lifetime == 0; });
+    const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.first; });
     keepIfFits({gaps.begin(), free});
     keepUntilFull({free, gaps.end()});
   }
@@ -142,55 +145,84 @@ void ScheduleBuilder::keepGathered() {
   keepIfFits(gaps);
 }
 
+// Where all gaps fit together, no order is needed.
+bool ScheduleBuilder::keepAll(std::span<const Gap> gaps) {
+  MemoryTree all = memory_;
+  for (const Gap& gap : gaps) {
+    all.add(gap.begin, gap.end, graph_.params[gap.param].bytes);
+  }
+  if (!all.within(0, slots_ - 1, problem_.budget - settings_.reserve)) {
+    return false;
+  }
+  for (const Gap& gap : gaps) {
+    kept_[gap.use] = 1;
+  }
+  memory_ = std::move(all);
+  return true;
+}
+
 void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
   for (const Gap& gap : gaps) {
     if (kept_[gap.use] != 0) {
       continue;
     }
     const Bytes bytes = graph_.params[gap.param].bytes;
-    const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
-    if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {
+    const Bytes reserve = gap.first ? 0 : settings_.reserve;
+    if (memory_.within(gap.begin, gap.end, problem_.budget - bytes - reserve)) {
       memory_.add(gap.begin, gap.end, bytes);
       kept_[gap.use] = 1;
     }
   }
 }
 
-void ScheduleBuilder::makeResidencies() {
-  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
-    const Param& param = graph_.params[p];
-    const auto uses = usage_.uses[p];
-    const auto all_kept = [&] {
-      for (std::size_t i = 1; i < uses.size(); ++i) {
-        if (kept_[first_gap_[p] + static_cast<Index>(i)] == 0) {
-          return false;
-        }
-      }
-      return true;
-    };
-    // A frozen parameter that stays for the whole step can stay for good.
-    if (param.frozen && !uses.empty() && all_kept() &&
-        memory_.max(0, uses.front() - 1) + param.bytes + settings_.reserve <= problem_.budget &&
-        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <= problem_.budget) {
-      memory_.add(0, uses.front() - 1, param.bytes);
-      memory_.add(uses.back() + 1, slots_ - 1, param.bytes);
-      schedule_.start_gathered.push_back(static_cast<Index>(p));
-      continue;
-    }
-    for (std::size_t i = 0; i < uses.size(); ++i) {
-      if (i > 0 && kept_[first_gap_[p] + static_cast<Index>(i)] != 0) {
-        schedule_.residencies.back().last = uses[i];
-        continue;
-      }
-      if (i > 0) {
-        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes, uses[i] - uses[i - 1]};
-      }
-      schedule_.residencies.push_back(
-          {static_cast<Index>(p), uses[i], uses[i], uses[i], kNone, {}, {Why::LastUse, param.bytes, 0}});
+// A frozen parameter that stays for the whole step can stay for good.
+bool ScheduleBuilder::staysForGood(Index param) const {
+  const auto uses = usage_.uses[param];
+  if (!graph_.params[param].frozen || uses.empty()) {
+    return false;
+  }
+  for (Index use = first_gap_[param] + 1; use < first_gap_[param + 1]; ++use) {
+    if (kept_[use] == 0) {
+      return false;
     }
   }
-  std::stable_sort(schedule_.residencies.begin(), schedule_.residencies.end(),
-                   [](const Residency& a, const Residency& b) { return a.first < b.first; });
+  const Bytes limit = problem_.budget - graph_.params[param].bytes - settings_.reserve;
+  return memory_.within(0, uses.front() - 1, limit) && memory_.within(uses.back() + 1, slots_ - 1, limit);
+}
+
+// In the order of their first slots.
+void ScheduleBuilder::makeResidencies() {
+  std::vector<char> for_good(graph_.params.size(), 0);
+  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
+    if (staysForGood(static_cast<Index>(p))) {
+      memory_.add(0, usage_.uses[p].front() - 1, graph_.params[p].bytes);
+      memory_.add(usage_.uses[p].back() + 1, slots_ - 1, graph_.params[p].bytes);
+      schedule_.start_gathered.push_back(static_cast<Index>(p));
+      for_good[p] = 1;
+    }
+  }
+  std::vector<Index> next(first_gap_.begin(), first_gap_.end() - 1);  // parameter -> its next use
+  std::vector<Index> open(graph_.params.size(), kNone);               // parameter -> its last residency
+  schedule_.residencies.reserve(kept_.size());
+  for (Index slot = 0; slot < slots_; ++slot) {
+    for (const Index param : usage_.needs[slot]) {
+      const Index use = next[param]++;
+      if (for_good[param] != 0) {
+        continue;
+      }
+      const Bytes bytes = graph_.params[param].bytes;
+      if (open[param] != kNone) {
+        Residency& before = schedule_.residencies[open[param]];
+        if (kept_[use] != 0) {
+          before.last = slot;
+          continue;
+        }
+        before.release_reason = {Why::NotKept, bytes, slot - usage_.uses[param][use - first_gap_[param] - 1]};
+      }
+      open[param] = static_cast<Index>(schedule_.residencies.size());
+      schedule_.residencies.push_back({param, slot, slot, slot, kNone, {}, {Why::LastUse, bytes, 0}});
+    }
+  }
 }
 
 // Neighbours in order of use share a collective until it saturates the link, where the later ones
@@ -224,7 +256,7 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
       const bool wanted = same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
       const Overrides::Choice choose = use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
       if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) && earliest[i] <= open.first &&
-          (same_slot || memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
+          (same_slot || memory_.within(open.first, all[i].first - 1, problem_.budget - held))) {
         memory_.add(open.first, all[i].first - 1, held);
         open.held += held;
         open.earliest = std::max(open.earliest, earliest[i]);

@@ -12,7 +12,7 @@ void ScheduleBuilder::planOffload() {
   if (may_leave == Offload::Nothing) {
     return;
   }
-  const auto over = [&] { return slots_ > 0 && memory_.max(0, slots_ - 1) > problem_.budget; };
+  const auto over = [&] { return !memory_.within(0, slots_ - 1, problem_.budget); };
   if (settings_.make_room > 0) {
     offloadStates(settings_.make_room, false);
   }
@@ -46,7 +46,7 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       if (state == 0 || moved[param] != 0) {
         continue;
       }
-      if (forced && memory_.max(0, slots_ - 1) <= problem_.budget) {
+      if (forced && memory_.within(0, slots_ - 1, problem_.budget)) {
         wanted = 0;
         break;
       }
@@ -58,11 +58,11 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       move.item = {ItemKind::State, param};
       move.need = slot;
       move.reload = slot;
-      const bool over = memory_.max(0, slots_ - 1) > problem_.budget;
+      const bool over = !memory_.within(0, slots_ - 1, problem_.budget);
       move.reason = {over ? Why::OverBudget : Why::MakesRoom, state, 0};
       // It is there before it has left and after its update.
       const bool fits_around =
-          memory_.max(0, offloaded - 1) <= problem_.budget && memory_.max(slot, slots_ - 1) <= problem_.budget;
+          memory_.within(0, offloaded - 1, problem_.budget) && memory_.within(slot, slots_ - 1, problem_.budget);
       if (offloaded < slot && fits_around) {
         move.offload = 0;
         move.offloaded = offloaded;
@@ -200,7 +200,7 @@ void ScheduleBuilder::offloadShards() {
       move_of[schedule_.moves[m].item.id] = static_cast<Index>(m);
     }
   }
-  for (std::size_t p = 0; p < graph_.params.size() && memory_.max(0, slots_ - 1) > problem_.budget; ++p) {
+  for (std::size_t p = 0; p < graph_.params.size() && !memory_.within(0, slots_ - 1, problem_.budget); ++p) {
     const Bytes shard = graph_.params[p].shard;
     if (move_of[p] == kNone || schedule_.moves[move_of[p]].offload == 0 || shard == 0 || graph_.params[p].persistent) {
       continue;

@@ -95,7 +95,7 @@ void ScheduleBuilder::planReductions() {
     const Bytes grad = graph_.params[param].grad;
     if (grad == 0 || grad > defer || slot >= first_update || timeline_.reach[slot] < defer_from ||
         usage_.update[param] == kNone || usage_.contributions[param].back() != slot ||
-        memory_.max(slot + 1, first_update - 1) + grad + settings_.reserve > problem_.budget) {
+        !memory_.within(slot + 1, first_update - 1, problem_.budget - grad - settings_.reserve)) {
       return false;
     }
     defer -= grad;
@@ -123,7 +123,7 @@ void ScheduleBuilder::planReductions() {
       micro = node.micro;
     }
     if (bytes > 0) {
-      if (memory_.max(slot, slot) + bytes > problem_.budget) {
+      if (!memory_.within(slot, slot, problem_.budget - bytes)) {
         flush(slot, Why::ForMemory);
       } else {
         memory_.add(slot, slot, bytes);
