@@ -251,6 +251,16 @@ PYBIND11_MODULE(_plan, module) {
       .def_property_readonly("peak_bytes", [](const PlannedStep& step) { return step.made.memory.peak; })
       .def_property_readonly("exposed_ns", [](const PlannedStep& step) { return byResource(step.made.run.exposed); })
       .def_property_readonly("busy_ns", [](const PlannedStep& step) { return byResource(step.made.run.busy); })
+      .def_property_readonly("effort",
+                             [](const PlannedStep& step) {
+                               const Effort& effort = step.plan.effort;
+                               py::dict dict;
+                               dict["builds"] = effort.builds;
+                               dict["memory"] = effort.memory;
+                               dict["simulations"] = effort.simulations;
+                               dict["events"] = effort.events;
+                               return dict;
+                             })
       .def_property_readonly("graph", [](const PlannedStep& step) { return step.graph; })
       .def_property_readonly("instructions", &instructions)
       .def(

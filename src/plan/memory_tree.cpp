@@ -25,6 +25,7 @@ void MemoryTree::add(Index from, Index to, Bytes bytes) {
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from <= to && bytes != 0) {
+    ++work_;
     new_.push_back({from, to, bytes});
     most_ += std::max<Bytes>(bytes, 0);
   }
@@ -101,6 +102,7 @@ void MemoryTree::addOne(const Addition& one) const {
 }
 
 Bytes MemoryTree::max(Index from, Index to) const {
+  ++work_;
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from > to) {
@@ -129,10 +131,12 @@ Bytes MemoryTree::max(Index from, Index to) const {
 }
 
 bool MemoryTree::within(Index from, Index to, Bytes limit) const {
+  ++work_;
   return (most_ <= limit && most_ >= 0) || max(from, to) <= limit;
 }
 
 Index MemoryTree::lastAbove(Index from, Index to, Bytes limit) const {
+  ++work_;
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from > to || most_ <= limit) {
@@ -157,6 +161,7 @@ Index MemoryTree::lastIn(std::size_t node, Index low, Index high, Index from, In
 }
 
 Index MemoryTree::firstAbove(Index from, Index to, Bytes limit) const {
+  ++work_;
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from > to || most_ <= limit) {

@@ -24,6 +24,8 @@ class MemoryTree {
   Index lastAbove(Index from, Index to, Bytes limit) const;
   // The first slot in [from, to] that holds more than `limit`; to + 1 when there is none.
   Index firstAbove(Index from, Index to, Bytes limit) const;
+  // Additions and questions so far.
+  std::size_t work() const { return work_; }
 
  private:
   struct Addition {
@@ -47,6 +49,7 @@ class MemoryTree {
   mutable std::vector<Bytes> added_;   // to the whole range of an inner node, not yet in its children
   mutable std::vector<Addition> new_;  // not in the tree yet
   mutable Bytes most_;                 // no slot holds more
+  mutable std::size_t work_ = 0;
 };
 
 }  // namespace dc::plan

@@ -31,6 +31,7 @@ struct Timeline {
   // By parameter and use (in the order of Usage::uses, all parameters one after the other):
   // thousandths of the gather for this use that delay the step. Empty: all count the same.
   std::vector<std::int32_t> weight;
+  std::uint64_t key = 0;  // the same for the same times and weights
 };
 
 // Single decisions that a build must take, against its own rules. Empty vectors: none.
@@ -48,6 +49,8 @@ class ScheduleBuilder {
   ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline,
                   const Overrides& overrides);
   Schedule build();
+  // Additions to memory and questions about it so far, each of O(log n) at most.
+  std::size_t memoryWork() const { return memory_.work(); }
 
  private:
   struct Gap;

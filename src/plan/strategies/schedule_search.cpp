@@ -5,17 +5,6 @@
 namespace dc::plan {
 namespace {
 
-Timeline withoutStalls(const StepGraph& graph) {
-  Timeline timeline;
-  timeline.reach.reserve(graph.nodes.size() + 1);
-  Nanos now = 0;
-  timeline.reach.push_back(now);
-  for (const Node& node : graph.nodes) {
-    now += node.time;
-    timeline.reach.push_back(now);
-  }
-  return timeline;
-}
 
 // What the simulation says about each use: by how much its gather, or one in its place, delays the
 // step.
@@ -94,32 +83,67 @@ Timeline observed(const Problem& problem, const Plan& plan, const Simulation& ru
     }
   }
   timeline.weight = weigh(problem, plan, run);
+  timeline.key = keyOf(timeline);
   return timeline;
 }
 
 }  // namespace
 
-Search::Search(const Problem& problem) : problem_(problem), undisturbed_(withoutStalls(problem.graph)) {}
+Timeline undisturbed(const StepGraph& graph) {
+  Timeline timeline;
+  timeline.reach.reserve(graph.nodes.size() + 1);
+  Nanos now = 0;
+  timeline.reach.push_back(now);
+  for (const Node& node : graph.nodes) {
+    now += node.time;
+    timeline.reach.push_back(now);
+  }
+  timeline.key = keyOf(timeline);
+  return timeline;
+}
+
+Search::Search(const Problem& problem, Trials& trials)
+    : problem_(problem), trials_(&trials), undisturbed_(plan::undisturbed(problem.graph)) {}
 
 bool Search::attempt(const Settings& settings, const Timeline& timeline, const Overrides& overrides) {
   ++attempts_;
+  const Nanos limit = best_ ? best_->step : kNoLimit;
+  Nanos& by_input = trials_->least(keyOf(problem_, settings, timeline, overrides));
+  if (by_input >= limit) {
+    return false;
+  }
+  ++trials_->effort.builds;
+  Schedule schedule;
+  ScheduleBuilder builder(problem_, settings, timeline, overrides);
   try {
-    Attempt made;
-    made.settings = settings;
-    made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(), "planned");
-    const Simulation run = simulate(problem_.graph, problem_.cost, made.plan);
-    made.step = run.step;
-    if (best_ && best_->step <= made.step) {
-      return false;
-    }
-    made.input = timeline;
-    made.overrides = overrides;
-    made.timeline = observed(problem_, made.plan, run);
-    best_ = std::move(made);
-    return true;
+    schedule = builder.build();
   } catch (const BudgetError&) {
+    trials_->effort.memory += builder.memoryWork();
+    by_input = kNoLimit;
     return false;  // these settings do not fit; others may
   }
+  trials_->effort.memory += builder.memoryWork();
+  Nanos& by_schedule = trials_->least(keyOf(schedule));
+  if (by_schedule >= limit) {
+    by_input = by_schedule;
+    return false;
+  }
+  Attempt made;
+  made.plan = emit(problem_, schedule, "planned");
+  const Simulation run = simulate(problem_.graph, problem_.cost, made.plan, limit);
+  ++trials_->effort.simulations;
+  trials_->effort.events += run.events;
+  by_input = by_schedule = run.step;
+  if (run.step >= limit) {
+    return false;
+  }
+  made.step = run.step;
+  made.settings = settings;
+  made.input = timeline;
+  made.overrides = overrides;
+  made.timeline = observed(problem_, made.plan, run);
+  best_ = std::move(made);
+  return true;
 }
 
 void Search::take(const Search& other) {
