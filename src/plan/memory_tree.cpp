@@ -132,7 +132,7 @@ Bytes MemoryTree::max(Index from, Index to) const {
 
 bool MemoryTree::within(Index from, Index to, Bytes limit) const {
   ++work_;
-  return (most_ <= limit && most_ >= 0) || max(from, to) <= limit;
+  return atMost() <= limit || max(from, to) <= limit;
 }
 
 Index MemoryTree::lastAbove(Index from, Index to, Bytes limit) const {

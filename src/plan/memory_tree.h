@@ -18,6 +18,8 @@ class MemoryTree {
   // Ranges include both ends; an empty range (from > to) is no change and has the maximum 0.
   void add(Index from, Index to, Bytes bytes);
   Bytes max(Index from, Index to) const;
+  // No slot holds more; a quick answer, and not always the least.
+  Bytes atMost() const { return most_ > 0 ? most_ : 0; }
   // max(from, to) <= limit
   bool within(Index from, Index to, Bytes limit) const;
   // The last slot in [from, to] that holds more than `limit`; from - 1 when there is none.

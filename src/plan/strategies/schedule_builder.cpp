@@ -31,6 +31,7 @@ ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& setting
       graph_(problem.graph),
       usage_(problem.usage),
       settings_(settings),
+      leeway_(settings),
       timeline_(timeline),
       overrides_(overrides),
       slots_(static_cast<Index>(problem.graph.nodes.size())),
@@ -63,7 +64,7 @@ Schedule ScheduleBuilder::build() {
     makeResidencies();
     prefetch();
   } else {
-    schedule_.residencies = refreshAfterUpdate(problem_, settings_.gather_bucket);
+    schedule_.residencies = refreshAfterUpdate(problem_, leeway_.exactly(&Settings::gather_bucket));
   }
   return std::move(schedule_);
 }
@@ -73,6 +74,13 @@ Index ScheduleBuilder::positionAt(Nanos time, Index latest) const {
   const auto end = timeline_.reach.begin() + latest + 1;
   const auto above = std::upper_bound(timeline_.reach.begin(), end, time);
   return above == timeline_.reach.begin() ? 0 : static_cast<Index>(above - timeline_.reach.begin()) - 1;
+}
+
+// Whether there is room for these bytes beside what is reserved for prefetching.
+bool ScheduleBuilder::fitsBesideReserve(const MemoryTree& memory, Index from, Index to, Bytes bytes) {
+  const Bytes room = problem_.budget - bytes;
+  const bool surely = settings_.reserve <= room - memory.atMost();
+  return !leeway_.above(&Settings::reserve, room - (surely ? memory.atMost() : memory.max(from, to)));
 }
 
 void ScheduleBuilder::requireFit() {

@@ -102,8 +102,8 @@ void ScheduleBuilder::keepUntilFull(std::span<const Gap> gaps) {
       ends[gaps[g].end + 1] += size;
       held.emplace(gaps[g].end, g);
     }
-    const Bytes room = bytes == 0 ? 0 : problem_.budget - settings_.reserve - memory_.max(slot, slot);
-    while (bytes > std::max<Bytes>(room, 0)) {
+    const Bytes room = bytes == 0 ? 0 : problem_.budget - memory_.max(slot, slot);
+    while (bytes > 0 && leeway_.above(&Settings::reserve, room - bytes)) {
       const auto [end, g] = held.top();
       held.pop();
       const Bytes size = graph_.params[gaps[g].param].bytes;
@@ -134,7 +134,7 @@ void ScheduleBuilder::keepGathered() {
     gap.value = mulDiv(problem_.cost.gather(bytes), weight << 20, std::max<Bytes>(bytes, 1));
     gap.lifetime = gap.first ? 0 : timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
   }
-  if (settings_.farthest) {
+  if (leeway_.farthest()) {
     const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.first; });
     keepIfFits({gaps.begin(), free});
     keepUntilFull({free, gaps.end()});
@@ -151,7 +151,7 @@ bool ScheduleBuilder::keepAll(std::span<const Gap> gaps) {
   for (const Gap& gap : gaps) {
     all.add(gap.begin, gap.end, graph_.params[gap.param].bytes);
   }
-  if (!all.within(0, slots_ - 1, problem_.budget - settings_.reserve)) {
+  if (!fitsBesideReserve(all, 0, slots_ - 1, 0)) {
     return false;
   }
   for (const Gap& gap : gaps) {
@@ -167,8 +167,8 @@ void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
       continue;
     }
     const Bytes bytes = graph_.params[gap.param].bytes;
-    const Bytes reserve = gap.first ? 0 : settings_.reserve;
-    if (memory_.within(gap.begin, gap.end, problem_.budget - bytes - reserve)) {
+    if (gap.first ? memory_.within(gap.begin, gap.end, problem_.budget - bytes)
+                  : fitsBesideReserve(memory_, gap.begin, gap.end, bytes)) {
       memory_.add(gap.begin, gap.end, bytes);
       kept_[gap.use] = 1;
     }
@@ -176,7 +176,7 @@ void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
 }
 
 // A frozen parameter that stays for the whole step can stay for good.
-bool ScheduleBuilder::staysForGood(Index param) const {
+bool ScheduleBuilder::staysForGood(Index param) {
   const auto uses = usage_.uses[param];
   if (!graph_.params[param].frozen || uses.empty()) {
     return false;
@@ -186,8 +186,9 @@ bool ScheduleBuilder::staysForGood(Index param) const {
       return false;
     }
   }
-  const Bytes limit = problem_.budget - graph_.params[param].bytes - settings_.reserve;
-  return memory_.within(0, uses.front() - 1, limit) && memory_.within(uses.back() + 1, slots_ - 1, limit);
+  const Bytes bytes = graph_.params[param].bytes;
+  return fitsBesideReserve(memory_, 0, uses.front() - 1, bytes) &&
+         fitsBesideReserve(memory_, uses.back() + 1, slots_ - 1, bytes);
 }
 
 // In the order of their first slots.
@@ -249,13 +250,14 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
     if (!buckets.empty()) {
       Bucket& open = buckets.back();
       const bool same_slot = all[i].first == open.first;
-      const bool small = open.bytes < settings_.gather_bucket;
+      const auto isSmall = [&](Bytes size) { return leeway_.above(&Settings::gather_bucket, size); };
       // Joining must not hold the later one much longer than its own gather takes.
-      const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
-      const Nanos worth = 4 * problem_.cost.gather(bytes);
-      const bool wanted = same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
+      const auto isNear = [&] {
+        return timeline_.reach[all[i].first] - timeline_.reach[open.first] <= 4 * problem_.cost.gather(bytes);
+      };
+      const auto wanted = [&] { return isSmall(open.bytes) ? same_slot || isNear() : same_slot && isSmall(bytes); };
       const Overrides::Choice choose = use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
-      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) && earliest[i] <= open.first &&
+      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted())) && earliest[i] <= open.first &&
           (same_slot || memory_.within(open.first, all[i].first - 1, problem_.budget - held))) {
         memory_.add(open.first, all[i].first - 1, held);
         open.held += held;

@@ -108,8 +108,8 @@ Search::Search(const Problem& problem, Trials& trials)
 bool Search::attempt(const Settings& settings, const Timeline& timeline, const Overrides& overrides) {
   ++attempts_;
   const Nanos limit = best_ ? best_->step : kNoLimit;
-  Nanos& by_input = trials_->least(keyOf(problem_, settings, timeline, overrides));
-  if (by_input >= limit) {
+  const std::uint64_t inputs = inputsOf(problem_, settings, timeline, overrides);
+  if (trials_->least(inputs, settings) >= limit) {
     return false;
   }
   ++trials_->effort.builds;
@@ -119,13 +119,13 @@ bool Search::attempt(const Settings& settings, const Timeline& timeline, const O
     schedule = builder.build();
   } catch (const BudgetError&) {
     trials_->effort.memory += builder.memoryWork();
-    by_input = kNoLimit;
+    trials_->add(inputs, builder.leeway(), kNoLimit);
     return false;  // these settings do not fit; others may
   }
   trials_->effort.memory += builder.memoryWork();
-  Nanos& by_schedule = trials_->least(keyOf(schedule));
-  if (by_schedule >= limit) {
-    by_input = by_schedule;
+  Nanos& least = trials_->least(keyOf(schedule));
+  if (least >= limit) {
+    trials_->add(inputs, builder.leeway(), least);
     return false;
   }
   Attempt made;
@@ -133,7 +133,8 @@ bool Search::attempt(const Settings& settings, const Timeline& timeline, const O
   const Simulation run = simulate(problem_.graph, problem_.cost, made.plan, limit);
   ++trials_->effort.simulations;
   trials_->effort.events += run.events;
-  by_input = by_schedule = run.step;
+  least = run.step;
+  trials_->add(inputs, builder.leeway(), least);
   if (run.step >= limit) {
     return false;
   }

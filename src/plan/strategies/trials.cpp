@@ -36,26 +36,32 @@ std::uint64_t keyOf(const Timeline& timeline) {
   return key.value();
 }
 
-std::uint64_t keyOf(const Problem& problem, const Settings& settings, const Timeline& timeline,
-                    const Overrides& overrides) {
-  const Offload may_leave = problem.cost.machine().offload;
+std::uint64_t inputsOf(const Problem& problem, const Settings& settings, const Timeline& timeline,
+                       const Overrides& overrides) {
   Key key;
   key.add(problem.budget);
   key.add(static_cast<std::int64_t>(timeline.key));
-  for (const Bytes bytes : {settings.reserve, settings.gather_bucket, settings.reduce_bucket, settings.pending}) {
-    key.add(bytes);
-  }
-  key.add(settings.stretch, settings.farthest ? 1 : 0);
-  key.add(settings.defer);
-  // What is not asked for has no amount.
+  key.add(settings.stretch);
   key.add(settings.defer > 0 ? settings.defer_after : 0);
-  key.add(may_leave == Offload::Nothing ? 0 : settings.make_room);
-  key.add(may_leave == Offload::Nothing ? 0 : settings.lead);
-  key.add(may_leave == Offload::Everything ? settings.make_room_each : 0);
+  key.add(problem.cost.machine().offload == Offload::Nothing ? 0 : settings.lead);
   for (const auto* choices : {&overrides.keep, &overrides.join, &overrides.flush, &overrides.settle}) {
     key.addAll(*choices);
   }
   return key.value();
+}
+
+Nanos Trials::least(std::uint64_t inputs, const Settings& settings) const {
+  const auto found = built_.find(inputs);
+  if (found == built_.end()) {
+    return 0;
+  }
+  Nanos least = 0;
+  for (const Built& built : found->second) {
+    if (built.least > least && built.leeway.holds(settings)) {
+      least = built.least;
+    }
+  }
+  return least;
 }
 
 std::uint64_t keyOf(const Schedule& schedule) {

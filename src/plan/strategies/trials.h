@@ -3,6 +3,7 @@
 #pragma once
 
 #include <unordered_map>
+#include <vector>
 
 #include "deepcompile/plan/strategies/schedule_builder.h"
 
@@ -11,18 +12,27 @@ namespace dc::plan {
 // For one graph and machine; budgets may differ.
 class Trials {
  public:
-  // The step time that is known not to be undercut, by what a schedule is built from or by what it is; 0: nothing is known.
-  Nanos& least(std::uint64_t key) { return least_[key]; }
+  // A step time that no schedule built from this can undercut; 0: nothing is known.
+  Nanos least(std::uint64_t inputs, const Settings& settings) const;
+  void add(std::uint64_t inputs, const Leeway& leeway, Nanos least) { built_[inputs].push_back({leeway, least}); }
+
+  // The same for a schedule, by its key.
+  Nanos& least(std::uint64_t schedule) { return least_[schedule]; }
 
   Effort effort;
 
  private:
+  struct Built {
+    Leeway leeway;
+    Nanos least;
+  };
+  std::unordered_map<std::uint64_t, std::vector<Built>> built_;
   std::unordered_map<std::uint64_t, Nanos> least_;
 };
 
-// The same for the same schedule.
-std::uint64_t keyOf(const Problem& problem, const Settings& settings, const Timeline& timeline,
-                    const Overrides& overrides);
+// Of all that a schedule is built from, but for the settings that have leeway.
+std::uint64_t inputsOf(const Problem& problem, const Settings& settings, const Timeline& timeline,
+                       const Overrides& overrides);
 // The same for schedules that take the same time.
 std::uint64_t keyOf(const Schedule& schedule);
 std::uint64_t keyOf(const Timeline& timeline);
