@@ -1,8 +1,8 @@
 // Memory by slot, with fast answers to "does this fit from here to there": range add, range maximum
 // and the nearest slot that is too full, each in O(log n).
 //
-// Most answers need no tree: where all of memory is surely below the limit, it fits. So additions are only noted, with a
-// bound on what they can make of the maximum, until an answer depends on where they are.
+// Most answers need no tree: where all of memory is surely below the limit, it fits. So additions are only noted, with
+// a bound on what they can make of the maximum, until an answer depends on where they are.
 #pragma once
 
 #include <vector>

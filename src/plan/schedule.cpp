@@ -77,6 +77,10 @@ class Emitter {
   }
 
   void run() {
+    const std::size_t most = graph_.nodes.size() + 4 * schedule_.residencies.size() + 2 * schedule_.reductions.size() +
+                             4 * schedule_.moves.size();
+    plan_.instructions.reserve(most);
+    plan_.reasons.reserve(most);
     start();
     const auto slots = static_cast<Index>(graph_.nodes.size());
     for (Index k = 0; k <= slots; ++k) {

@@ -20,9 +20,9 @@ struct Task {
   Index after_compute = 0;  // how many entries of the compute queue must be done
   Index after_op = kNone;   // an operation that must be done (compute: the wait's; gather: a reload
                             // of its shards)
-  Nanos launched = 0;       // when the host has launched it
-  std::int64_t work = 0;
   bool wait = false;
+  Nanos launched = 0;  // when the host has launched it
+  std::int64_t work = 0;
 };
 
 struct Stream {

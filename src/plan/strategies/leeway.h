@@ -1,5 +1,5 @@
-// How far the settings of a build could be others without any decision of it being another. Most changes of a setting change
-// nothing: a bucket of 9 MB and one of 10 MB hold the same gradients.
+// How far the settings of a build could be others without any decision of it being another. Most changes of a setting
+// change nothing: a bucket of 9 MB and one of 10 MB hold the same gradients.
 #pragma once
 
 #include <algorithm>

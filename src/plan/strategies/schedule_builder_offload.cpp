@@ -90,7 +90,8 @@ void ScheduleBuilder::offloadStates(bool forced) {
     channel =
         std::min(channel, timeline_.reach[move.need]) - mulDiv(problem_.cost.toDevice(state), settings_.lead, 1000);
     const Index wanted_at = std::max(positionAt(channel, move.need), move.offload == 0 ? move.offloaded : 0);
-    const Index full = memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - leeway_.exactly(&Settings::reserve) - state);
+    const Index full =
+        memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - leeway_.exactly(&Settings::reserve) - state);
     const Index at = std::max(wanted_at, full + 1);
     memory_.add(at, move.need - 1, state);
     move.reload = at;

@@ -21,7 +21,7 @@ Nanos ScheduleBuilder::deferFrom(Index first_update) const {
 // comes first.
 void ScheduleBuilder::planReductions() {
   if (graph_.stage == 1) {
-    schedule_.reductions = 
+    schedule_.reductions =
         bucketReductions(problem_, leeway_.exactly(&Settings::reduce_bucket), schedule_.reductions.max_size() / 2);
     return;
   }

@@ -5,7 +5,6 @@
 namespace dc::plan {
 namespace {
 
-
 // What the simulation says about each use: by how much its gather, or one in its place, delays the
 // step.
 std::vector<std::int32_t> weigh(const Problem& problem, const Plan& plan, const Simulation& run) {

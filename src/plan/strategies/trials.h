@@ -1,5 +1,5 @@
-// What is known of the schedules that were tried, so that none is tried twice: many settings lead to the same schedule, and
-// which they are shows only when it is built.
+// What is known of the schedules that were tried, so that none is tried twice: many settings lead to the same schedule,
+// and which they are shows only when it is built.
 #pragma once
 
 #include <unordered_map>
