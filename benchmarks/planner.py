@@ -43,7 +43,7 @@ def compare(scenario: dict[str, str]) -> dict[str, Any]:
             arguments += [f"--{key}", value]
         elif value == "no":
             arguments.append("--no-checkpoint")
-    status, out, error = plan.command(arguments)
+    status, out, error = plan.command(arguments, "deepcompile")
     if status != 0:
         raise SystemExit(f"{scenario}: {error}")
     return json.loads(out)

@@ -81,10 +81,11 @@ class Engine {
       if (instruction.kind == NodeKind::Release) {
         continue;
       }
-      Task task;
+      const auto resource = static_cast<std::size_t>(resourceOf(instruction.kind));
+      const auto computed = static_cast<Index>(streams_[kCompute].queue.size());
+      Task& task = streams_[resource].queue.emplace_back();
       task.instruction = static_cast<Index>(i);
       task.wait = instruction.kind == NodeKind::Wait;
-      const auto resource = static_cast<std::size_t>(resourceOf(instruction.kind));
       if (!task.wait) {
         host += cost.machine().launch;
         const Nanos duration = durationOf(graph, cost, plan_, instruction);
@@ -95,7 +96,7 @@ class Engine {
       if (resource == kCompute) {
         task.after_op = task.wait ? instruction.op : kNone;
       } else {
-        task.after_compute = static_cast<Index>(streams_[kCompute].queue.size());
+        task.after_compute = computed;
         op_resource_[instruction.op] = static_cast<char>(resource);
       }
       if (instruction.kind == NodeKind::Reload || instruction.kind == NodeKind::Gather) {
@@ -107,7 +108,6 @@ class Engine {
           }
         }
       }
-      streams_[resource].queue.push_back(task);
     }
     for (std::size_t r = 0; r < kResources; ++r) {
       if (!streams_[r].queue.empty()) {
@@ -196,7 +196,9 @@ class Engine {
       const Stream& stream = streams_[r];
       if (stream.running) {
         const std::int64_t speed = rate(r);
-        next = std::min(next, (stream.left + speed - 1) / speed);
+        if (next == kNoLimit || stream.left <= (next - 1) * speed) {
+          next = speed == kFull ? (stream.left + kFull - 1) / kFull : (stream.left + speed - 1) / speed;
+        }
       } else if (stream.head < stream.queue.size() && stream.queue[stream.head].launched > now_) {
         next = std::min(next, stream.queue[stream.head].launched - now_);
       }
