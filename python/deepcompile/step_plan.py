@@ -74,7 +74,7 @@ class StepPlan:
 
 @dataclasses.dataclass
 class Gathers:
-    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes."""
+    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes, and its reductions in their order."""
 
     #: The node before which each is started, with its parameters.
     launches: list[tuple[int, tuple[str, ...]]]
@@ -82,13 +82,16 @@ class Gathers:
     intervals: dict[str, list[list[int]]]
     #: Nodes of segments: all but those of the update.
     nodes: int
+    reductions: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    reductions_in_flight: int = 1  # at any time, at most
 
 
 def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gathers:
     names = planned.graph.params
     found = Gathers([], {}, sum(len(segments.segments) for segments in graphs.values()))
     following = 0
-    for kind, node, _, items in planned.instructions:
+    under_way: set[int | None] = set()  # reductions
+    for kind, node, operation, items in planned.instructions:
         if node is not None:
             following = min(node + 1, found.nodes)
         elif kind == "gather":
@@ -99,6 +102,13 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
         elif kind == "release":
             for _, index in items:
                 found.intervals[names[index]][-1][1] = following
+        elif kind == "reduce":
+            found.reductions.append(tuple(names[index] for _, index in items))
+            # The caller waits, if it must, when it has started the next.
+            found.reductions_in_flight = max(found.reductions_in_flight, len(under_way))
+            under_way.add(operation)
+        elif kind == "wait":
+            under_way.discard(operation)
     return found
 
 
@@ -153,8 +163,8 @@ def step_plan(
         result[phase] = GraphPlan(
             tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
         )
-    found = StepPlan(result, planned, planned, kept=kept, reductions=tuple(reductions_of(planned)))
-    found.reductions_in_flight = _most_in_flight(planned)
+    found = StepPlan(result, planned, planned, kept=kept, reductions=tuple(gathers.reductions))
+    found.reductions_in_flight = gathers.reductions_in_flight
     if pieces:
         found.states = state_schedule(moves, moves[gathers.nodes :])
     return found
@@ -167,19 +177,6 @@ def _uses_of(segments: Segments) -> dict[str, list[int]]:
         for param in segment.uses:
             found.setdefault(param, []).append(index)
     return found
-
-
-def _most_in_flight(planned: planner.Plan) -> int:
-    """How many reductions the plan has under way at once, at most."""
-    under_way: set[int | None] = set()
-    most = 1
-    for kind, _, operation, _ in planned.instructions:
-        if kind == "reduce":
-            most = max(most, len(under_way))  # the caller waits, if it must, when it has started the next
-            under_way.add(operation)
-        elif kind == "wait":
-            under_way.discard(operation)
-    return most
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:

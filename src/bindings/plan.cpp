@@ -29,7 +29,6 @@ struct PlannedStep {
   std::shared_ptr<const CostModel> cost;
   Plan plan;
   Report made;
-  py::object instructions = {};  // as Python sees them, from the first time that it asks
 };
 
 PlannedStep finish(std::shared_ptr<const StepGraph> graph, const Machine& machine, Bytes budget,
@@ -67,11 +66,7 @@ PlannedStep limitedPrefetch(const PlannedStep& step, Index ahead) {
 py::object orNone(Index index) { return index == kNone ? py::object(py::none()) : py::int_(index); }
 
 // (kind, node, operation, items): what a runtime executes. A node is its place in the graph, an item (kind, index).
-// Several readers of a plan go through all of it, so it is made once.
-py::object instructions(PlannedStep& step) {
-  if (step.instructions) {
-    return step.instructions;
-  }
+py::tuple instructions(const PlannedStep& step) {
   std::map<std::string_view, py::str> words;
   const auto word = [&](std::string_view text) { return words.try_emplace(text, text).first->second; };
   py::tuple all(step.plan.instructions.size());
@@ -84,7 +79,6 @@ py::object instructions(PlannedStep& step) {
     }
     all[i] = py::make_tuple(word(name(in.kind)), orNone(in.node), orNone(in.op), std::move(items));
   }
-  step.instructions = all;
   return all;
 }
 
