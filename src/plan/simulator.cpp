@@ -123,12 +123,13 @@ class Engine {
       changed = false;
       for (const std::size_t r : used()) {
         while (tryStart(r)) {
-          changed = true;
+          changed = changed || r != kCompute;  // compute comes first: what waited for it is still to be asked
         }
       }
     }
   }
 
+  // True when it is done already, so that others may start.
   bool tryStart(std::size_t r) {
     Stream& stream = streams_[r];
     if (stream.running || stream.head == stream.queue.size()) {
@@ -160,11 +161,11 @@ class Engine {
     to_start_[r] -= task.work / kFull;
     if (task.work == 0) {
       complete(r);
-    } else {
-      stream.running = true;
-      stream.left = task.work;
+      return true;
     }
-    return true;
+    stream.running = true;
+    stream.left = task.work;
+    return false;
   }
 
   void complete(std::size_t r) {
