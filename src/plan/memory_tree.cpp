@@ -97,7 +97,11 @@ void MemoryTree::addOne(const Addition& one) const {
     }
   }
   for (left /= 2; left > 0; left /= 2) {
+    const Bytes before = max_[left];
     pull(left);
+    if (max_[left] == before) {
+      break;  // nor does anything above change
+    }
   }
 }
 

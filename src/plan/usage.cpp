@@ -6,7 +6,7 @@ namespace dc::plan {
 
 Lists::Lists(std::size_t count, const std::vector<std::pair<Index, Index>>& pairs)
     : begin_(count + 2, 0), values_(pairs.size()) {
-  // One place further on than they belong, the beginnings count up while the lists are filled, and end where they belong.
+  // The beginnings stand one place too far, count up while the lists are filled, and end where they belong.
   for (const auto& [list, value] : pairs) {
     ++begin_[list + 2];
   }
