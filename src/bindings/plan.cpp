@@ -1,5 +1,6 @@
 // The Python face of the planner. It links no PyTorch: plans are made of names and numbers.
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -65,16 +66,20 @@ PlannedStep limitedPrefetch(const PlannedStep& step, Index ahead) {
 py::object orNone(Index index) { return index == kNone ? py::object(py::none()) : py::int_(index); }
 
 // (kind, node, operation, items): what a runtime executes. A node is its place in the graph, an item (kind, index).
-py::list instructions(const PlannedStep& step) {
-  py::list list;
-  for (const Instruction& in : step.plan.instructions) {
-    py::list items;
-    for (const Item& item : step.plan.itemsOf(in)) {
-      items.append(py::make_tuple(std::string(name(item.kind)), item.id));
+py::tuple instructions(const PlannedStep& step) {
+  std::map<std::string_view, py::str> words;
+  const auto word = [&](std::string_view text) { return words.try_emplace(text, text).first->second; };
+  py::tuple all(step.plan.instructions.size());
+  for (std::size_t i = 0; i < step.plan.instructions.size(); ++i) {
+    const Instruction& in = step.plan.instructions[i];
+    py::tuple items(in.count);
+    for (Index item = 0; item < in.count; ++item) {
+      const auto& [kind, id] = step.plan.itemsOf(in)[item];
+      items[item] = py::make_tuple(word(name(kind)), id);
     }
-    list.append(py::make_tuple(std::string(name(in.kind)), orNone(in.node), orNone(in.op), items));
+    all[i] = py::make_tuple(word(name(in.kind)), orNone(in.node), orNone(in.op), std::move(items));
   }
-  return list;
+  return all;
 }
 
 template <typename Things>
@@ -240,6 +245,16 @@ PYBIND11_MODULE(_plan, module) {
       .def_property_readonly("peak_bytes", [](const PlannedStep& step) { return step.made.memory.peak; })
       .def_property_readonly("exposed_ns", [](const PlannedStep& step) { return byResource(step.made.run.exposed); })
       .def_property_readonly("busy_ns", [](const PlannedStep& step) { return byResource(step.made.run.busy); })
+      .def_property_readonly("effort",
+                             [](const PlannedStep& step) {
+                               const Effort& effort = step.plan.effort;
+                               py::dict dict;
+                               dict["builds"] = effort.builds;
+                               dict["memory"] = effort.memory;
+                               dict["simulations"] = effort.simulations;
+                               dict["events"] = effort.events;
+                               return dict;
+                             })
       .def_property_readonly("graph", [](const PlannedStep& step) { return step.graph; })
       .def_property_readonly("instructions", &instructions)
       .def(

@@ -6,83 +6,148 @@
 namespace dc::plan {
 namespace {
 constexpr Bytes kLowest = std::numeric_limits<Bytes>::min() / 4;
-}
+// A pass over the whole tree costs as much as this part of its leaves in single additions.
+constexpr std::size_t kPass = 8;
+}  // namespace
 
-MemoryTree::MemoryTree(const std::vector<Bytes>& values) : size_(static_cast<Index>(values.size())) {
-  std::size_t leaves = 1;
-  while (leaves < values.size()) {
-    leaves *= 2;
+MemoryTree::MemoryTree(const std::vector<Bytes>& values) : size_(static_cast<Index>(values.size())), most_(kLowest) {
+  while (leaves_ < values.size()) {
+    leaves_ *= 2;
   }
-  max_.assign(2 * leaves, kLowest);
-  added_.assign(2 * leaves, 0);
-  if (size_ > 0) {
-    build(1, 0, size_ - 1, values);
+  max_.assign(2 * leaves_, kLowest);
+  std::copy(values.begin(), values.end(), max_.begin() + static_cast<std::ptrdiff_t>(leaves_));
+  for (const Bytes value : values) {
+    most_ = std::max(most_, value);
   }
-}
-
-void MemoryTree::build(std::size_t node, Index low, Index high, const std::vector<Bytes>& values) {
-  if (low == high) {
-    max_[node] = values[low];
-    return;
-  }
-  const Index middle = low + (high - low) / 2;
-  build(2 * node, low, middle, values);
-  build(2 * node + 1, middle + 1, high, values);
-  max_[node] = std::max(max_[2 * node], max_[2 * node + 1]);
 }
 
 void MemoryTree::add(Index from, Index to, Bytes bytes) {
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from <= to && bytes != 0) {
-    addIn(1, 0, size_ - 1, from, to, bytes);
+    ++work_;
+    new_.push_back({from, to, bytes});
+    most_ += std::max<Bytes>(bytes, 0);
   }
 }
 
-void MemoryTree::addIn(std::size_t node, Index low, Index high, Index from, Index to, Bytes bytes) {
-  if (from <= low && high <= to) {
-    max_[node] += bytes;
+// Brings what was noted into the tree.
+void MemoryTree::settle() const {
+  if (!has_inner_ || new_.size() > leaves_ / kPass) {
+    addAll();
+  } else {
+    for (const Addition& one : new_) {
+      addOne(one);
+    }
+  }
+  new_.clear();
+  most_ = max_[1];
+}
+
+void MemoryTree::addAll() const {
+  if (has_inner_) {
+    for (std::size_t node = 1; node < leaves_; ++node) {
+      apply(2 * node, added_[node]);
+      apply(2 * node + 1, added_[node]);
+    }
+  }
+  added_.assign(leaves_, 0);
+  std::vector<Bytes> change(static_cast<std::size_t>(size_) + 1, 0);
+  for (const Addition& one : new_) {
+    change[one.from] += one.bytes;
+    change[one.to + 1] -= one.bytes;
+  }
+  Bytes sum = 0;
+  for (Index slot = 0; slot < size_; ++slot) {
+    sum += change[slot];
+    max_[leaves_ + static_cast<std::size_t>(slot)] += sum;
+  }
+  for (std::size_t node = leaves_; node-- > 1;) {
+    pull(node);
+  }
+  has_inner_ = true;
+}
+
+void MemoryTree::apply(std::size_t node, Bytes bytes) const {
+  max_[node] += bytes;
+  if (node < leaves_) {
     added_[node] += bytes;
-    return;
   }
-  const Index middle = low + (high - low) / 2;
-  if (from <= middle) {
-    addIn(2 * node, low, middle, from, to, bytes);
-  }
-  if (to > middle) {
-    addIn(2 * node + 1, middle + 1, high, from, to, bytes);
-  }
+}
+
+void MemoryTree::pull(std::size_t node) const {
   max_[node] = std::max(max_[2 * node], max_[2 * node + 1]) + added_[node];
 }
 
+// From the leaves to the root: the nodes that the range consists of lie beside the paths of its two ends, and the nodes
+// on the paths are brought up to date on the way.
+void MemoryTree::addOne(const Addition& one) const {
+  std::size_t left = leaves_ + static_cast<std::size_t>(one.from);
+  std::size_t right = leaves_ + static_cast<std::size_t>(one.to);
+  apply(left, one.bytes);
+  if (left != right) {
+    apply(right, one.bytes);
+  }
+  for (; left / 2 != right / 2; left /= 2, right /= 2, pull(left), pull(right)) {
+    if (left % 2 == 0) {
+      apply(left + 1, one.bytes);
+    }
+    if (right % 2 == 1) {
+      apply(right - 1, one.bytes);
+    }
+  }
+  for (left /= 2; left > 0; left /= 2) {
+    const Bytes before = max_[left];
+    pull(left);
+    if (max_[left] == before) {
+      break;  // nor does anything above change
+    }
+  }
+}
+
 Bytes MemoryTree::max(Index from, Index to) const {
-  from = std::max<Index>(from, 0);
-  to = std::min(to, size_ - 1);
-  return from > to ? 0 : maxIn(1, 0, size_ - 1, from, to);
-}
-
-Bytes MemoryTree::maxIn(std::size_t node, Index low, Index high, Index from, Index to) const {
-  if (from <= low && high <= to) {
-    return max_[node];
-  }
-  const Index middle = low + (high - low) / 2;
-  Bytes most = kLowest;
-  if (from <= middle) {
-    most = maxIn(2 * node, low, middle, from, to);
-  }
-  if (to > middle) {
-    most = std::max(most, maxIn(2 * node + 1, middle + 1, high, from, to));
-  }
-  return most + added_[node];
-}
-
-Index MemoryTree::lastAbove(Index from, Index to, Bytes limit) const {
+  ++work_;
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
   if (from > to) {
+    return 0;
+  }
+  if (!new_.empty() || !has_inner_) {
+    settle();
+  }
+  std::size_t left = leaves_ + static_cast<std::size_t>(from);
+  std::size_t right = leaves_ + static_cast<std::size_t>(to);
+  Bytes at_left = max_[left];
+  Bytes at_right = max_[right];
+  while (left / 2 != right / 2) {
+    at_left = left % 2 == 0 ? std::max(at_left, max_[left + 1]) : at_left;
+    at_right = right % 2 == 1 ? std::max(at_right, max_[right - 1]) : at_right;
+    left /= 2;
+    right /= 2;
+    at_left += added_[left];
+    at_right += added_[right];
+  }
+  Bytes most = std::max(at_left, at_right);
+  for (left /= 2; left > 0; left /= 2) {
+    most += added_[left];
+  }
+  return most;
+}
+
+bool MemoryTree::within(Index from, Index to, Bytes limit) const {
+  ++work_;
+  return atMost() <= limit || max(from, to) <= limit;
+}
+
+Index MemoryTree::lastAbove(Index from, Index to, Bytes limit) const {
+  ++work_;
+  from = std::max<Index>(from, 0);
+  to = std::min(to, size_ - 1);
+  if (from > to || most_ <= limit) {
     return from - 1;
   }
-  const Index found = lastIn(1, 0, size_ - 1, from, to, limit);
+  settle();
+  const Index found = lastIn(1, 0, static_cast<Index>(leaves_) - 1, from, to, limit);
   return found == kNone ? from - 1 : found;
 }
 
@@ -100,12 +165,14 @@ Index MemoryTree::lastIn(std::size_t node, Index low, Index high, Index from, In
 }
 
 Index MemoryTree::firstAbove(Index from, Index to, Bytes limit) const {
+  ++work_;
   from = std::max<Index>(from, 0);
   to = std::min(to, size_ - 1);
-  if (from > to) {
+  if (from > to || most_ <= limit) {
     return to + 1;
   }
-  const Index found = firstIn(1, 0, size_ - 1, from, to, limit);
+  settle();
+  const Index found = firstIn(1, 0, static_cast<Index>(leaves_) - 1, from, to, limit);
   return found == kNone ? to + 1 : found;
 }
 

@@ -87,6 +87,15 @@ struct Instruction {
   bool operator==(const Instruction&) const = default;
 };
 
+// What it took to make a plan: how often a schedule was built, how many additions to memory and questions about it that
+// were, how often a plan was simulated, and how many events those were.
+struct Effort {
+  std::size_t builds = 0;
+  std::size_t memory = 0;
+  std::size_t simulations = 0;
+  std::size_t events = 0;
+};
+
 struct Plan {
   std::string strategy;
   std::string graph;  // the graph's name
@@ -97,6 +106,7 @@ struct Plan {
   std::vector<Reason> reasons;  // one for each instruction
   std::vector<Item> items;
   Index ops = 0;
+  Effort effort;
 
   std::span<const Item> itemsOf(const Instruction& instruction) const {
     return {items.data() + instruction.first, static_cast<std::size_t>(instruction.count)};

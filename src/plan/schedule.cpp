@@ -36,6 +36,7 @@ class Emitter {
     }
     groups_.resize(static_cast<std::size_t>(groups), {kNone, static_cast<Index>(positions), kNone, kNone});
     std::vector<std::pair<Index, Index>> pairs;
+    pairs.reserve(schedule.residencies.size());
     for (std::size_t i = 0; i < schedule.residencies.size(); ++i) {
       const Residency& residency = schedule.residencies[i];
       Group& group = groups_[residency.group];
@@ -51,7 +52,10 @@ class Emitter {
         order.push_back(static_cast<Index>(g));
       }
     }
-    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return groups_[a].first < groups_[b].first; });
+    const auto sooner = [&](Index a, Index b) { return groups_[a].first < groups_[b].first; };
+    if (!std::is_sorted(order.begin(), order.end(), sooner)) {
+      std::stable_sort(order.begin(), order.end(), sooner);
+    }
     pairs.clear();
     for (const Index g : order) {
       pairs.emplace_back(groups_[g].launch, g);
@@ -77,6 +81,10 @@ class Emitter {
   }
 
   void run() {
+    const std::size_t most = graph_.nodes.size() + 4 * schedule_.residencies.size() + 2 * schedule_.reductions.size() +
+                             4 * schedule_.moves.size();
+    plan_.instructions.reserve(most);
+    plan_.reasons.reserve(most);
     start();
     const auto slots = static_cast<Index>(graph_.nodes.size());
     for (Index k = 0; k <= slots; ++k) {
@@ -152,7 +160,8 @@ class Emitter {
   }
 
   void gather(Index g) {
-    std::vector<Index> params;
+    std::vector<Index>& params = params_;
+    params.clear();
     std::vector<Item> shards;
     for (const Index i : members_[g]) {
       const Index param = schedule_.residencies[i].param;
@@ -186,6 +195,7 @@ class Emitter {
   Lists members_, launches_, waits_, releases_, reduce_starts_, reduce_waits_;
   Lists offloads_, offload_waits_, reloads_, reload_waits_;
   std::vector<Index> reduce_op_, offload_op_, reload_op_;
+  std::vector<Index> params_;  // of the gather at hand
 };
 
 }  // namespace

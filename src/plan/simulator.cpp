@@ -1,7 +1,7 @@
 #include "deepcompile/plan/simulator.h"
 
 #include <algorithm>
-#include <limits>
+#include <span>
 
 #include "deepcompile/base/error.h"
 
@@ -20,9 +20,9 @@ struct Task {
   Index after_compute = 0;  // how many entries of the compute queue must be done
   Index after_op = kNone;   // an operation that must be done (compute: the wait's; gather: a reload
                             // of its shards)
-  Nanos launched = 0;       // when the host has launched it
-  std::int64_t work = 0;
   bool wait = false;
+  Nanos launched = 0;  // when the host has launched it
+  std::int64_t work = 0;
 };
 
 struct Stream {
@@ -34,8 +34,9 @@ struct Stream {
 
 class Engine {
  public:
-  Engine(const StepGraph& graph, const CostModel& cost, const Plan& plan)
+  Engine(const StepGraph& graph, const CostModel& cost, const Plan& plan, Nanos limit)
       : plan_(plan),
+        limit_(limit),
         shared_(cost.machine().shared_links),
         slowed_(kFull * 1000 / (1000 + cost.machine().slowdown)),
         op_done_(static_cast<std::size_t>(plan.ops), 0),
@@ -49,11 +50,18 @@ class Engine {
   Simulation run() {
     while (true) {
       startAll();
+      const Nanos least = leastStep();
+      if (least >= limit_) {
+        result_.step = least;
+        result_.complete = false;
+        return std::move(result_);
+      }
       const Nanos dt = nextEvent();
       if (dt < 0) {
         break;
       }
       advance(dt);
+      ++result_.events;
     }
     for (const Stream& stream : streams_) {
       check(stream.head == stream.queue.size(),
@@ -73,19 +81,22 @@ class Engine {
       if (instruction.kind == NodeKind::Release) {
         continue;
       }
-      Task task;
+      const auto resource = static_cast<std::size_t>(resourceOf(instruction.kind));
+      const auto computed = static_cast<Index>(streams_[kCompute].queue.size());
+      Task& task = streams_[resource].queue.emplace_back();
       task.instruction = static_cast<Index>(i);
       task.wait = instruction.kind == NodeKind::Wait;
-      const auto resource = static_cast<std::size_t>(resourceOf(instruction.kind));
       if (!task.wait) {
         host += cost.machine().launch;
-        task.work = durationOf(graph, cost, plan_, instruction) * kFull;
+        const Nanos duration = durationOf(graph, cost, plan_, instruction);
+        task.work = duration * kFull;
+        to_start_[resource] += duration;
       }
       task.launched = host;
       if (resource == kCompute) {
         task.after_op = task.wait ? instruction.op : kNone;
       } else {
-        task.after_compute = static_cast<Index>(streams_[kCompute].queue.size());
+        task.after_compute = computed;
         op_resource_[instruction.op] = static_cast<char>(resource);
       }
       if (instruction.kind == NodeKind::Reload || instruction.kind == NodeKind::Gather) {
@@ -97,7 +108,11 @@ class Engine {
           }
         }
       }
-      streams_[resource].queue.push_back(task);
+    }
+    for (std::size_t r = 0; r < kResources; ++r) {
+      if (!streams_[r].queue.empty()) {
+        used_[uses_++] = r;
+      }
     }
   }
 
@@ -106,14 +121,15 @@ class Engine {
     bool changed = true;
     while (changed) {
       changed = false;
-      for (std::size_t r = 0; r < kResources; ++r) {
+      for (const std::size_t r : used()) {
         while (tryStart(r)) {
-          changed = true;
+          changed = changed || r != kCompute;  // compute comes first: what waited for it is still to be asked
         }
       }
     }
   }
 
+  // True when it is done already, so that others may start.
   bool tryStart(std::size_t r) {
     Stream& stream = streams_[r];
     if (stream.running || stream.head == stream.queue.size()) {
@@ -142,13 +158,14 @@ class Engine {
       result_.host_bound += now_ - reached_at_;
     }
     result_.start[task.instruction] = now_;
+    to_start_[r] -= task.work / kFull;
     if (task.work == 0) {
       complete(r);
-    } else {
-      stream.running = true;
-      stream.left = task.work;
+      return true;
     }
-    return true;
+    stream.running = true;
+    stream.left = task.work;
+    return false;
   }
 
   void complete(std::size_t r) {
@@ -175,26 +192,28 @@ class Engine {
 
   // Time to the next completion or launch that something waits for; -1 when nothing is left.
   Nanos nextEvent() const {
-    Nanos next = std::numeric_limits<Nanos>::max();
-    for (std::size_t r = 0; r < kResources; ++r) {
+    Nanos next = kNoLimit;
+    for (const std::size_t r : used()) {
       const Stream& stream = streams_[r];
       if (stream.running) {
         const std::int64_t speed = rate(r);
-        next = std::min(next, (stream.left + speed - 1) / speed);
+        if (next == kNoLimit || stream.left <= (next - 1) * speed) {
+          next = speed == kFull ? (stream.left + kFull - 1) / kFull : (stream.left + speed - 1) / speed;
+        }
       } else if (stream.head < stream.queue.size() && stream.queue[stream.head].launched > now_) {
         next = std::min(next, stream.queue[stream.head].launched - now_);
       }
     }
-    return next == std::numeric_limits<Nanos>::max() ? -1 : next;
+    return next == kNoLimit ? -1 : next;
   }
 
   void advance(Nanos dt) {
     std::array<std::int64_t, kResources> speeds{};
-    for (std::size_t r = 0; r < kResources; ++r) {
+    for (const std::size_t r : used()) {
       speeds[r] = rate(r);
     }
     now_ += dt;
-    for (std::size_t r = 0; r < kResources; ++r) {
+    for (const std::size_t r : used()) {
       if (streams_[r].running) {
         streams_[r].left -= dt * speeds[r];
         if (streams_[r].left <= 0) {
@@ -203,6 +222,17 @@ class Engine {
       }
     }
   }
+
+  // All compute that is left runs from now on, the slower while a collective does.
+  Nanos leastStep() const {
+    const auto left = [&](std::size_t r) {
+      return to_start_[r] + (streams_[r].running ? streams_[r].left / kFull : 0);
+    };
+    const Nanos links = shared_ ? left(kGather) + left(kReduce) : std::max(left(kGather), left(kReduce));
+    return now_ + left(kCompute) + mulDiv(links, kFull - slowed_, kFull);
+  }
+
+  std::span<const std::size_t> used() const { return {used_.data(), uses_}; }
 
   void finish() {
     result_.step = now_;
@@ -215,9 +245,13 @@ class Engine {
   }
 
   const Plan& plan_;
+  const Nanos limit_;
   const bool shared_;
   const std::int64_t slowed_;
   std::array<Stream, kResources> streams_;
+  std::array<std::size_t, kResources> used_{};  // resources with anything to do; the first `uses_` count
+  std::size_t uses_ = 0;
+  std::array<Nanos, kResources> to_start_{};  // what has not begun, at full speed
   std::vector<char> op_done_;
   std::vector<char> op_resource_;
   Simulation result_;
@@ -252,8 +286,8 @@ Nanos durationOf(const StepGraph& graph, const CostModel& cost, const Plan& plan
   }
 }
 
-Simulation simulate(const StepGraph& graph, const CostModel& cost, const Plan& plan) {
-  return Engine(graph, cost, plan).run();
+Simulation simulate(const StepGraph& graph, const CostModel& cost, const Plan& plan, Nanos limit) {
+  return Engine(graph, cost, plan, limit).run();
 }
 
 }  // namespace dc::plan

@@ -5,17 +5,18 @@
 namespace dc::plan {
 
 Lists::Lists(std::size_t count, const std::vector<std::pair<Index, Index>>& pairs)
-    : begin_(count + 1, 0), values_(pairs.size()) {
+    : begin_(count + 2, 0), values_(pairs.size()) {
+  // The beginnings stand one place too far, count up while the lists are filled, and end where they belong.
   for (const auto& [list, value] : pairs) {
-    ++begin_[list + 1];
+    ++begin_[list + 2];
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    begin_[i + 1] += begin_[i];
+  for (std::size_t i = 2; i < begin_.size() && !pairs.empty(); ++i) {
+    begin_[i] += begin_[i - 1];
   }
-  std::vector<Index> at(begin_.begin(), begin_.end() - 1);
   for (const auto& [list, value] : pairs) {
-    values_[at[list]++] = value;
+    values_[begin_[list + 1]++] = value;
   }
+  begin_.pop_back();
 }
 
 Usage::Usage(const StepGraph& graph)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -13,7 +15,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import deepcompile
 from deepcompile import plan as planner
 from deepcompile.compiler.reads import GraphRead, reads_of, slots_of, with_reads
-from deepcompile.compiler.segments import BACKWARD, FORWARD, GATHER, cut, mark_params, name_of
+from deepcompile.compiler.segments import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    GatheredParam,
+    Segment,
+    Segments,
+    cut,
+    mark_params,
+    name_of,
+)
 from deepcompile.compiler.step_outline import Saved
 from deepcompile.planning.profile import measured_machine, segment_seconds
 from deepcompile.planning.step_graph import ParamFacts, step_graph
@@ -230,3 +242,39 @@ def test_a_measured_curve_keeps_its_ends_when_it_is_thinned_out(sizes: int) -> N
     machine = measured_machine(planner.preset("2xcpu"), {}, curve)
     assert machine.reduce[0] == (1000, 10_000) and machine.reduce[-1] == (1000 * sizes, 10_000 * sizes)
     assert len(machine.reduce) == 9
+
+
+def lines_to_plan_again(reads: int) -> int:
+    """Lines of Python that run from two cut graphs to their schedules."""
+    params = {f"w{index}": GatheredParam(f"w{index}", (256, 256), torch.bfloat16) for index in range(reads // 2)}
+    graphs = {
+        FORWARD: Segments(params, [Segment(None, [param]) for param in params], {}),
+        BACKWARD: Segments(params, [Segment(None, [param], [param]) for param in reversed(params)], {}),
+    }
+    facts = {
+        p: ParamFacts(param.bytes // 2, param.bytes, param.bytes, False, param.bytes) for p, param in params.items()
+    }
+    seconds = {phase: [1e-4] * len(params) for phase in graphs}
+    saved = [Saved(index, len(params) - 1 - index, 1 << 20) for index in range(len(params))]
+    machine = planner.preset("8xh100").replace(offload="no")
+    inputs = Inputs("test", graphs, facts, 2, seconds, saved, 1e-3, machine, 1 << 30, "per_block", late_gradients=True)
+    lines = 0
+
+    def count(frame: types.FrameType, event: str, argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        found = plan_whole_step(inputs, micro_batches=1)
+        events = {phase: graph_schedule(found.graphs[phase], segments, phase) for phase, segments in graphs.items()}
+    finally:
+        sys.settrace(None)
+    assert sum(map(len, events.values())) == reads + 2  # one at the beginning of each graph
+    return lines
+
+
+def test_planning_again_takes_lines_in_proportion_to_the_reads() -> None:
+    """Counted, not timed: a search through a list for each read would take sixteen times as many for four times as many."""
+    assert lines_to_plan_again(1600) < 4.5 * lines_to_plan_again(400)

@@ -109,7 +109,12 @@ class Plan:
     @property
     def graph(self) -> StepGraph: ...
     @property
-    def instructions(self) -> list[tuple[str, int | None, int | None, list[tuple[str, int]]]]:
+    def effort(self) -> dict[str, int]:
+        """What it took to make the plan: builds of schedules, additions to memory and questions about it, simulations, and
+        events in these.
+        """
+    @property
+    def instructions(self) -> tuple[tuple[str, int | None, int | None, tuple[tuple[str, int], ...]], ...]:
         """(kind, node, operation, items): nodes by their number, items by their kind (param, state, shard, buffer) and
         number in the graph.
         """

@@ -7,6 +7,7 @@ micro-batch by micro-batch, and then the pieces of the update. What reads a plan
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepcompile import plan as planner
@@ -59,7 +60,9 @@ def step_graph(
     builder = planner.StepGraphBuilder(name, world=world)
     shown = {param.name: param for segments in graphs.values() for param in segments.params.values()}
     stays = {param for param in shown if facts[param].stays} | set(kept)
-    updated = [p for p in shown if BACKWARD in graphs and facts[p].grad_bytes and _has_gradient(graphs[BACKWARD], p)]
+    backward = graphs[BACKWARD].segments if BACKWARD in graphs else []
+    made = {grad for segment in backward for grad in segment.grads}
+    updated = [param for param in shown if param in made and facts[param].grad_bytes]
     late = set(updated) if late_gradients else set()
     params: dict[str, int] = {}
     for param, facts_of in ((param, facts[param]) for param in shown):
@@ -77,6 +80,13 @@ def step_graph(
     sums = {p: builder.buffer(f"gradient:{p}", bytes=facts[p].sum_bytes, gradient=True) for p in updated if p in late}
     # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
     to_come, reduced = set(sums), list[int]()
+    made_in, read_in = (
+        defaultdict[int, list[int]](list),
+        defaultdict[int, list[int]](list),
+    )  # segment -> places in `saved`
+    for place, one in enumerate(saved):
+        made_in[one.made_in].append(place)
+        read_in[one.read_in].append(place)
     for micro in range(micro_batches):
         buffers = [
             builder.buffer(f"saved:f{one.made_in}-b{one.read_in}{_suffix(micro)}", bytes=one.bytes) for one in saved
@@ -84,8 +94,8 @@ def step_graph(
         for phase, segments in graphs.items():
             for index, segment in enumerate(segments.segments):
                 grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
-                makes = [b for b, one in zip(buffers, saved, strict=True) if phase == FORWARD and one.made_in == index]
-                reads = [b for b, one in zip(buffers, saved, strict=True) if phase == BACKWARD and one.read_in == index]
+                makes = [buffers[place] for place in made_in.get(index, ())] if phase == FORWARD else []
+                reads = [buffers[place] for place in read_in.get(index, ())] if phase == BACKWARD else []
                 builder.node(
                     f"{phase[0]}{index}{_suffix(micro)}",
                     phase=phase,
@@ -127,7 +137,3 @@ def _nanoseconds(seconds: float) -> int:
 
 def _suffix(micro: int) -> str:
     return f"@{micro}" if micro else ""
-
-
-def _has_gradient(segments: Segments, param: str) -> bool:
-    return any(param in segment.grads for segment in segments.segments)

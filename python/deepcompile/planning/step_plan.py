@@ -5,6 +5,9 @@ it runs. The graphs themselves know no plan: they are compiled once, with their 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -70,7 +73,7 @@ class StepPlan:
 
 @dataclasses.dataclass
 class Gathers:
-    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes."""
+    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes, and its reductions in their order."""
 
     #: The node before which each is started, with its parameters.
     launches: list[tuple[int, tuple[str, ...]]]
@@ -78,13 +81,16 @@ class Gathers:
     intervals: dict[str, list[list[int]]]
     #: Nodes of segments: all but those of the update.
     nodes: int
+    reductions: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    reductions_in_flight: int = 1  # at any time, at most
 
 
 def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gathers:
     names = planned.graph.params
     found = Gathers([], {}, sum(len(segments.segments) for segments in graphs.values()))
     following = 0
-    for kind, node, _, items in planned.instructions:
+    under_way: set[int | None] = set()  # reductions
+    for kind, node, operation, items in planned.instructions:
         if node is not None:
             following = min(node + 1, found.nodes)
         elif kind == "gather":
@@ -95,6 +101,13 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
         elif kind == "release":
             for _, index in items:
                 found.intervals[names[index]][-1][1] = following
+        elif kind == "reduce":
+            found.reductions.append(tuple(names[index] for _, index in items))
+            # The caller waits, if it must, when it has started the next.
+            found.reductions_in_flight = max(found.reductions_in_flight, len(under_way))
+            under_way.add(operation)
+        elif kind == "wait":
+            under_way.discard(operation)
     return found
 
 
@@ -116,9 +129,10 @@ def step_plan(
     """
     gathers, first = placed_gathers(planned, graphs), first_nodes(graphs)
     takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
+    uses = {phase: _uses_of(segments) for phase, segments in graphs.items()}
     for phase, segments in graphs.items():
         for param in segments.params:
-            used = [index for index, segment in enumerate(segments.segments) if param in segment.uses]
+            used = uses[phase].get(param)
             if not used:
                 continue
             if facts[param].stays or param in kept:
@@ -129,7 +143,7 @@ def step_plan(
                 inside = [index for index in used if begin <= base + index < end]
                 if inside:
                     later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
-                    keep = later and any(param in s.uses for s in graphs[BACKWARD].segments)
+                    keep = later and param in uses[BACKWARD]
                     # One that came from the forward is there already; nothing is waited for.
                     takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
     moves: list[Moves] = []
@@ -148,24 +162,20 @@ def step_plan(
         result[phase] = GraphPlan(
             tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
         )
-    found = StepPlan(result, planned, planned, kept=kept, reductions=tuple(reductions_of(planned)))
-    found.reductions_in_flight = _most_in_flight(planned)
+    found = StepPlan(result, planned, planned, kept=kept, reductions=tuple(gathers.reductions))
+    found.reductions_in_flight = gathers.reductions_in_flight
     if pieces:
         found.states = state_schedule(moves, moves[gathers.nodes :])
     return found
 
 
-def _most_in_flight(planned: planner.Plan) -> int:
-    """How many reductions the plan has under way at once, at most."""
-    under_way: set[int | None] = set()
-    most = 1
-    for kind, _, operation, _ in planned.instructions:
-        if kind == "reduce":
-            most = max(most, len(under_way))  # the caller waits, if it must, when it has started the next
-            under_way.add(operation)
-        elif kind == "wait":
-            under_way.discard(operation)
-    return most
+def _uses_of(segments: Segments) -> dict[str, list[int]]:
+    """The segments that use each parameter, in their order."""
+    found: dict[str, list[int]] = {}
+    for index, segment in enumerate(segments.segments):
+        for param in segment.uses:
+            found.setdefault(param, []).append(index)
+    return found
 
 
 def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
@@ -173,17 +183,17 @@ def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
     graph waits keeps Inductor from fusing across it.
     """
     moved = {id(take): take for take in takes}
-    for number, launch in enumerate(launches):
+    takes_of: dict[str, list[Take]] = {}
+    for take in takes:
+        takes_of.setdefault(take.param, []).append(take)
+    again: dict[str, int] = {}  # parameter -> where it is gathered next, behind the launch at hand
+    for launch in reversed(launches):
         members = []
         for param in launch.params:
-            again = [later.segment for later in launches[number + 1 :] if param in later.params]
-            limit = min(again, default=None)
-            mine = [
-                t
-                for t in takes
-                if t.param == param and launch.segment <= t.segment and (limit is None or t.segment < limit)
-            ]
-            members += mine[:1]
+            limit = again.get(param, math.inf)
+            mine = (take for take in takes_of.get(param, ()) if launch.segment <= take.segment < limit)
+            members += list(itertools.islice(mine, 1))
+        again |= dict.fromkeys(launch.params, launch.segment)
         if members:
             first = min(take.segment for take in members)
             for take in members:
@@ -217,38 +227,47 @@ ScheduledEvent = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]]
 
 def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> list[ScheduledEvent]:
     """What the runtime does at each event of a compiled graph: at its beginning, and at each of its reads."""
-    reads, slots = reads_of(segments), slots_of(segments)
+    reads, slots = reads_of(segments), {param: slot for slot, param in enumerate(slots_of(segments))}
     small = small_params(segments.params.values())
     once = small | read_once(segments.segments)
     backward = phase == BACKWARD
+    launches, all_moves = deque(graph_plan.launches), deque(graph_plan.moves)  # in the order of their segments
 
     def key(param: str) -> Key:
-        return slots.index(param), segments.params[param].dtype
+        return slots[param], segments.params[param].dtype
 
-    def until(segment: int, since: int) -> tuple[list[list[Key]], _StateMoves]:
-        """What the plan has behind the beginning of segment ``since``: a segment that reads nothing has no event."""
-        planned = [one.params for one in graph_plan.launches if since < one.segment <= segment]
-        gathers = [[key(param) for param in params if param not in small] for params in planned]
-        moves = [one for index, one in graph_plan.moves if since < index <= segment]
+    def until(segment: int) -> tuple[list[list[Key]], _StateMoves]:
+        """What the plan has up to the beginning of ``segment`` and no earlier event does: a segment that reads nothing has
+        no event.
+        """
+        gathers, moves = [], []
+        while launches and launches[0].segment <= segment:
+            gathers.append([key(param) for param in launches.popleft().params if param not in small])
+        while all_moves and all_moves[0][0] <= segment:
+            moves.append(all_moves.popleft()[1])
         leave, free, fetch = (
             tuple(state for one in moves for state in getattr(one, name)) for name in ("leave", "free", "fetch")
         )
         return [together for together in gathers if together], (leave, free, fetch)
 
-    gathers, moves = until(0, since=-1)
+    gathers, moves = until(0)
     at_once = [key(read.param) for read in reads if read.param in small]
     events: list[ScheduledEvent] = [
         ((-1, torch.float32, "graph", backward), False, [at_once, *gathers] if at_once else gathers, moves)
     ]
-    begun = 0
-    for place, read in enumerate(reads):
-        takes = [take for take in graph_plan.takes if take.param == read.param]
+    takes_of: dict[str, list[Take]] = {}
+    for take in graph_plan.takes:
+        takes_of.setdefault(take.param, []).append(take)
+    segments_of: dict[str, deque[int]] = {}  # parameter -> where its reads are that have no event yet
+    for read in reads:
+        segments_of.setdefault(read.param, deque()).append(read.segment)
+    for read in reads:
+        takes, later = takes_of.get(read.param, []), segments_of[read.param]
+        later.popleft()
         if read.param in once:  # the graph holds it to its last use
             keep = bool(takes) and takes[-1].keep
         else:
-            take = next((one for one in takes if one.segment <= read.segment <= one.last), None)
-            again = next((later.segment for later in reads[place + 1 :] if later.param == read.param), None)
-            keep = take is not None and (take.keep if again is None or again > take.last else True)
-        events.append(((*key(read.param), "read", backward), keep, *until(read.segment, since=begun)))
-        begun = read.segment
+            taken = next((one for one in takes if one.segment <= read.segment <= one.last), None)
+            keep = taken is not None and (taken.keep if not later or later[0] > taken.last else True)
+        events.append(((*key(read.param), "read", backward), keep, *until(read.segment)))
     return events

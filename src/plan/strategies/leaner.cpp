@@ -25,7 +25,7 @@ void saveByChoice(std::span<Reason> reasons) {
 // Memory follows from the budget: what does not fit is gathered again, or later. So the search is for the least budget
 // under which the step is still short enough, by halving. Whether a budget is enough is answered by a few builds, from
 // the settings that were good with more memory.
-Plan leaner(const Problem& problem, const Attempt& found, Nanos limit) {
+Plan leaner(const Problem& problem, const Attempt& found, Nanos limit, Trials& trials) {
   const std::vector<Bytes> needs = leastMemory(problem);
   Plan best = found.plan;
   Bytes high = memoryProfile(problem.graph, problem.usage, best).peak;
@@ -39,7 +39,7 @@ Plan leaner(const Problem& problem, const Attempt& found, Nanos limit) {
     const Bytes middle = low + (high - low) / 2;
     const Problem other{problem.graph, problem.usage, problem.cost, middle};
     const Facts facts(other);
-    Search search(other);
+    Search search(other, trials);
     const auto enough = [&] { return search.best() && search.best()->step <= limit; };
     const auto attempt = [&](const Settings& settings, const Timeline& timeline, const Overrides& overrides) {
       if (!enough() && left > 0) {

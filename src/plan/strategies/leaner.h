@@ -10,6 +10,6 @@ inline constexpr int kWorthLessMemory = 10;
 
 // Looks for plans like `found`, made for the same problem, that stay within less memory and whose step takes no longer
 // than `limit`. Returns the one with the least peak, `found` itself where there is none.
-Plan leaner(const Problem& problem, const Attempt& found, Nanos limit);
+Plan leaner(const Problem& problem, const Attempt& found, Nanos limit, Trials& trials);
 
 }  // namespace dc::plan

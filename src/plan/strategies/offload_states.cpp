@@ -39,7 +39,7 @@ void offloadStatesToFit(const Problem& problem, Schedule& schedule, Bytes limit,
   MemoryTree memory = memoryOf(problem, schedule);
   const auto slots = static_cast<Index>(problem.graph.nodes.size());
   const Index last = problem.cost.machine().offload != Offload::Nothing ? slots : 0;
-  for (Index slot = 0; slot < last && memory.max(0, slots - 1) > limit; ++slot) {
+  for (Index slot = 0; slot < last && !memory.within(0, slots - 1, limit); ++slot) {
     for (const Index param : problem.graph.nodes[slot].updates) {
       const Bytes state = problem.graph.params[param].state;
       if (state == 0) {

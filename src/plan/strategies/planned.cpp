@@ -58,13 +58,18 @@ Bytes leastBudget(const Problem& problem) {
   Settings settings = leanest({});
   settings.stretch = problem.cost.machine().shared_links ? 2000 : 1000;
   const Problem nothing{problem.graph, problem.usage, problem.cost, 0};
-  return problem.graph.nodes.empty() ? 0 : tooSmall(nothing, settings, Search(nothing).undisturbed()).least;
+  return problem.graph.nodes.empty() ? 0 : tooSmall(nothing, settings, undisturbed(problem.graph)).least;
 }
 
-Plan Planned::plan(const Problem& problem) const { return searchPlan(problem).plan; }
+Plan Planned::plan(const Problem& problem) const {
+  Trials trials;
+  Plan plan = searchPlan(problem, trials).plan;
+  plan.effort = trials.effort;
+  return plan;
+}
 
-Attempt searchPlan(const Problem& problem) {
-  Search search(problem);
+Attempt searchPlan(const Problem& problem, Trials& trials) {
+  Search search(problem, trials);
   const CostModel& cost = problem.cost;
   const Facts facts(problem);
   Settings settings;
@@ -122,7 +127,7 @@ Attempt searchPlan(const Problem& problem) {
       break;
     }
     more -= kClimb;
-    Search other(problem);
+    Search other(problem, trials);
     Settings from = settings;
     from.make_room = room;
     from.pending = pending;
@@ -158,7 +163,7 @@ Attempt searchPlan(const Problem& problem) {
       other.gather_bucket = 1;
       other.reduce_bucket = 1;
     }
-    Search second(problem);
+    Search second(problem, trials);
     second.attempt(other, start);
     if (second.best()) {
       polish(problem, second, left);
@@ -196,6 +201,7 @@ std::size_t bestOf(const std::vector<Rating>& ratings) {
 }
 
 Plan Auto::plan(const Problem& problem) const {
+  Trials trials;
   std::vector<Plan> plans;
   std::vector<Rating> ratings;
   const auto add = [&](Plan plan) {
@@ -211,7 +217,7 @@ Plan Auto::plan(const Problem& problem) const {
   for (const std::string_view name : {"planned", "published", "per_block", "on_demand"}) {
     try {
       if (name == "planned") {
-        own = searchPlan(problem);
+        own = searchPlan(problem, trials);
       }
       add(name == "planned" ? own->plan : makeStrategy(name)->plan(problem));
     } catch (const BudgetError& failure) {
@@ -226,9 +232,11 @@ Plan Auto::plan(const Problem& problem) const {
   const Nanos shortest = std::ranges::min(ratings, {}, &Rating::step).step;
   const Nanos limit = shortest + mulDiv(shortest, kWorthLessMemory, 1000);
   if (own && own->step <= limit) {
-    add(leaner(problem, *own, limit));
+    add(leaner(problem, *own, limit, trials));
   }
-  return std::move(plans[bestOf(ratings)]);
+  Plan& best = plans[bestOf(ratings)];
+  best.effort = trials.effort;
+  return std::move(best);
 }
 
 }  // namespace dc::plan

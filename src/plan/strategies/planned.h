@@ -18,7 +18,7 @@ class Planned : public Strategy {
 };
 
 // The plan with what it was built from. Throws BudgetError when nothing fits.
-Attempt searchPlan(const Problem& problem);
+Attempt searchPlan(const Problem& problem, Trials& trials);
 
 // The least budget for which `planned` finds a plan.
 Bytes leastBudget(const Problem& problem);

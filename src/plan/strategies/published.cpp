@@ -76,7 +76,7 @@ void hoist(const Problem& problem, Schedule& schedule, Bytes limit) {
   for (auto slot = static_cast<Index>(graph.nodes.size()) - 1; slot >= 0; --slot) {
     const Node& node = graph.nodes[slot];
     // What is pending would be held here too, were it hoisted above this node.
-    if (!pending.empty() && (memory.max(slot, slot) + pending_bytes > limit || pending_bytes > kMostPending)) {
+    if (!pending.empty() && (!memory.within(slot, slot, limit - pending_bytes) || pending_bytes > kMostPending)) {
       place(problem, residencies, pending, slot + 1, pending_bytes, group);
       pending_bytes = 0;
     }

@@ -31,6 +31,7 @@ ScheduleBuilder::ScheduleBuilder(const Problem& problem, const Settings& setting
       graph_(problem.graph),
       usage_(problem.usage),
       settings_(settings),
+      leeway_(settings),
       timeline_(timeline),
       overrides_(overrides),
       slots_(static_cast<Index>(problem.graph.nodes.size())),
@@ -63,7 +64,7 @@ Schedule ScheduleBuilder::build() {
     makeResidencies();
     prefetch();
   } else {
-    schedule_.residencies = refreshAfterUpdate(problem_, settings_.gather_bucket);
+    schedule_.residencies = refreshAfterUpdate(problem_, leeway_.exactly(&Settings::gather_bucket));
   }
   return std::move(schedule_);
 }
@@ -75,9 +76,16 @@ Index ScheduleBuilder::positionAt(Nanos time, Index latest) const {
   return above == timeline_.reach.begin() ? 0 : static_cast<Index>(above - timeline_.reach.begin()) - 1;
 }
 
+// Whether there is room for these bytes beside what is reserved for prefetching.
+bool ScheduleBuilder::fitsBesideReserve(const MemoryTree& memory, Index from, Index to, Bytes bytes) {
+  const Bytes room = problem_.budget - bytes;
+  const bool surely = settings_.reserve <= room - memory.atMost();
+  return !leeway_.above(&Settings::reserve, room - (surely ? memory.atMost() : memory.max(from, to)));
+}
+
 void ScheduleBuilder::requireFit() {
-  const Bytes peak = memory_.max(0, slots_ - 1);
-  if (slots_ > 0 && peak > problem_.budget) {
+  if (!memory_.within(0, slots_ - 1, problem_.budget)) {
+    const Bytes peak = memory_.max(0, slots_ - 1);
     const Index at = memory_.firstAbove(0, slots_ - 1, peak - 1);
     const bool leaves = problem_.cost.machine().offload != Offload::Nothing;
     throw BudgetError(concat("node '", graph_.nodes[at].name, "' needs ", peak, " bytes",

@@ -6,23 +6,9 @@
 
 #include "deepcompile/plan/memory_tree.h"
 #include "deepcompile/plan/schedule.h"
+#include "deepcompile/plan/strategies/leeway.h"
 
 namespace dc::plan {
-
-// What one build assumes. The planner tries a few of these.
-struct Settings {
-  Bytes reserve = 0;         // memory that keeping parameters gathered leaves to prefetching
-  Bytes gather_bucket = 0;   // gathers are fused up to this size
-  Bytes reduce_bucket = 0;   // reductions are fused up to this size
-  int stretch = 1000;        // how much longer than alone a gather is expected to take, in thousandths
-  Bytes pending = 0;         // gradients that may wait for their reduction at any time, beside the newest bucket
-  bool farthest = false;     // where memory is short, what is used again last leaves first
-  Bytes defer = 0;           // gradients that are reduced last, beside the updates that do not need them
-  int defer_after = 500;     // they are made after this part of the last backward pass, in thousandths
-  Bytes make_room = 0;       // optimizer states to offload beyond what the budget forces
-  int lead = 1000;           // how much longer than alone a copy back to the device is given, in thousandths
-  Bytes make_room_each = 0;  // activations to offload in every micro-batch beyond what the budget forces
-};
 
 // When the compute stream reaches each position (one more than there are slots), and which uses
 // were worth saving.
@@ -31,6 +17,7 @@ struct Timeline {
   // By parameter and use (in the order of Usage::uses, all parameters one after the other):
   // thousandths of the gather for this use that delay the step. Empty: all count the same.
   std::vector<std::int32_t> weight;
+  std::uint64_t key = 0;  // the same for the same times and weights
 };
 
 // Single decisions that a build must take, against its own rules. Empty vectors: none.
@@ -48,6 +35,10 @@ class ScheduleBuilder {
   ScheduleBuilder(const Problem& problem, const Settings& settings, const Timeline& timeline,
                   const Overrides& overrides);
   Schedule build();
+  // With which other settings the build would decide as it did.
+  const Leeway& leeway() const { return leeway_; }
+  // Additions to memory and questions about it so far, each of O(log n) at most.
+  std::size_t memoryWork() const { return memory_.work(); }
 
  private:
   struct Gap;
@@ -56,18 +47,21 @@ class ScheduleBuilder {
   void planReductions();
   Nanos deferFrom(Index first_update) const;
   void planOffload();
-  void offloadStates(Bytes wanted, bool forced);
-  void offloadBuffers(Bytes wanted, bool forced);
+  void offloadStates(bool forced);
+  void offloadBuffers(bool forced);
   void offloadShards();
   void requireFit();
   void keepInBlocks();
   void keepGathered();
   std::vector<Gap> gapsToKeep();
+  bool keepAll(std::span<const Gap> gaps);
   void keepUntilFull(std::span<const Gap> gaps);
   void keepIfFits(std::span<const Gap> gaps);
+  bool staysForGood(Index param);
   void makeResidencies();
   void prefetch();
   std::vector<Bucket> bucketGathers();
+  bool fitsBesideReserve(const MemoryTree& memory, Index from, Index to, Bytes bytes);
   static Overrides::Choice choice(const std::vector<Overrides::Choice>& choices, Index at) {
     return choices.empty() ? Overrides::Free : choices[at];
   }
@@ -77,6 +71,7 @@ class ScheduleBuilder {
   const StepGraph& graph_;
   const Usage& usage_;
   const Settings& settings_;
+  Leeway leeway_;
   const Timeline& timeline_;
   const Overrides& overrides_;
   const Index slots_;

@@ -1,20 +1,9 @@
-// What stays gathered, in which buckets the rest is gathered, and when.
+// In which buckets parameters are gathered, and when.
 #include <algorithm>
-#include <queue>
 
 #include "deepcompile/plan/strategies/schedule_builder.h"
 
 namespace dc::plan {
-
-// Between two uses of a parameter. Slots begin..end (inclusive, possibly none) lie between them.
-struct ScheduleBuilder::Gap {
-  Index param;
-  Index use;  // the use that is saved a gather, among all uses
-  Index begin;
-  Index end;
-  Nanos value;  // nanoseconds saved per MiB, weighted
-  Nanos lifetime;
-};
 
 struct ScheduleBuilder::Bucket {
   std::size_t begin;  // residencies, in order of first use
@@ -26,171 +15,39 @@ struct ScheduleBuilder::Bucket {
   Bytes held;      // from its launch on: its parameters, and the shards that visit the device for it
 };
 
-// Inside a block a parameter is soon used again (computed again, then in backward): this comes
-// before all else that takes memory, since a gather for so short a time would be in the way of
-// every other.
-void ScheduleBuilder::keepInBlocks() {
-  kept_.assign(static_cast<std::size_t>(first_gap_.back()), 0);
-  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
-    const auto uses = usage_.uses[p];
-    const Bytes bytes = graph_.params[p].bytes;
-    for (std::size_t i = 1; i < uses.size() && !graph_.params[p].persistent; ++i) {
-      const Node& before = graph_.nodes[uses[i - 1]];
-      const Node& after = graph_.nodes[uses[i]];
-      const Index use = first_gap_[p] + static_cast<Index>(i);
-      const Index update = usage_.update[p];
-      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
-        continue;  // stale after the update
-      }
-      if (before.block == after.block && before.phase == after.phase && before.micro == after.micro &&
-          uses[i] > uses[i - 1] + 1 && choice(overrides_.keep, use) != Overrides::No &&
-          memory_.max(uses[i - 1] + 1, uses[i] - 1) + bytes <= problem_.budget) {
-        memory_.add(uses[i - 1] + 1, uses[i] - 1, bytes);
-        kept_[use] = 1;
-      }
-    }
-  }
-}
-
-// The gaps that are open to choice.
-std::vector<ScheduleBuilder::Gap> ScheduleBuilder::gapsToKeep() {
-  std::vector<Gap> gaps;
-  for (std::size_t p = 0; p < graph_.params.size(); ++p) {
-    const Param& param = graph_.params[p];
-    const auto uses = usage_.uses[p];
-    for (std::size_t i = 1; i < uses.size(); ++i) {
-      const Index use = first_gap_[p] + static_cast<Index>(i);
-      const Index update = usage_.update[p];
-      if (update != kNone && uses[i - 1] < update && update < uses[i]) {
-        continue;  // stale after the update
-      }
-      if (kept_[use] != 0) {
-        continue;
-      }
-      if (param.persistent || uses[i] == uses[i - 1] + 1) {
-        kept_[use] = 1;  // memory for it is counted already, or none is needed
-        continue;
-      }
-      Gap gap{static_cast<Index>(p), use, uses[i - 1] + 1, uses[i] - 1, 0, 0};
-      const std::int64_t weight = timeline_.weight.empty() ? 1000 : timeline_.weight[use];
-      gap.value = mulDiv(problem_.cost.gather(param.bytes), weight << 20, std::max<Bytes>(param.bytes, 1));
-      gap.lifetime = timeline_.reach[gap.end + 1] - timeline_.reach[gap.begin] + 1;
-      const Overrides::Choice choose = choice(overrides_.keep, use);
-      if (choose == Overrides::Yes) {
-        gap.lifetime = 0;  // before all others
-      }
-      if (choose != Overrides::No) {
-        gaps.push_back(gap);
-      }
-    }
-  }
-  return gaps;
-}
-
-// Walks through the step and keeps everything; where memory is full, what is used again last leaves.
-// When every gather delays the step alike, no rule saves more of them (for parameters of one size).
-void ScheduleBuilder::keepUntilFull(std::span<const Gap> gaps) {
-  std::vector<std::pair<Index, Index>> pairs;
-  pairs.reserve(gaps.size());
-  for (std::size_t g = 0; g < gaps.size(); ++g) {
-    pairs.emplace_back(gaps[g].begin, static_cast<Index>(g));
-  }
-  const Lists begins(static_cast<std::size_t>(slots_), pairs);
-  std::vector<Bytes> ends(static_cast<std::size_t>(slots_) + 1, 0);  // bytes whose gap ends before this slot
-  std::vector<char> dropped(gaps.size(), 0);
-  std::priority_queue<std::pair<Index, Index>> held;  // (last slot, gap)
-  Bytes bytes = 0;
-  for (Index slot = 0; slot < slots_; ++slot) {
-    bytes -= ends[slot];
-    for (const Index g : begins[slot]) {
-      const Bytes size = graph_.params[gaps[g].param].bytes;
-      bytes += size;
-      ends[gaps[g].end + 1] += size;
-      held.emplace(gaps[g].end, g);
-    }
-    const Bytes room = bytes == 0 ? 0 : problem_.budget - settings_.reserve - memory_.max(slot, slot);
-    while (bytes > std::max<Bytes>(room, 0)) {
-      const auto [end, g] = held.top();
-      held.pop();
-      const Bytes size = graph_.params[gaps[g].param].bytes;
-      bytes -= size;
-      ends[end + 1] -= size;
-      dropped[g] = 1;
-    }
-  }
-  for (std::size_t g = 0; g < gaps.size(); ++g) {
-    if (dropped[g] == 0) {
-      memory_.add(gaps[g].begin, gaps[g].end, graph_.params[gaps[g].param].bytes);
-      kept_[gaps[g].use] = 1;
-    }
-  }
-}
-
-// Which uses need no gather of their own because the parameter has stayed from the use before. The
-// most valuable first: exposed time saved per byte and time that the byte is held. What does not
-// fit is skipped, what comes after it still tried.
-void ScheduleBuilder::keepGathered() {
-  std::vector<Gap> gaps = gapsToKeep();
-  if (settings_.farthest) {
-    const auto free = std::stable_partition(gaps.begin(), gaps.end(), [](const Gap& gap) { return gap.lifetime == 0; });
-    keepIfFits({gaps.begin(), free});
-    keepUntilFull({free, gaps.end()});
-  }
-  std::stable_sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) {
-    return static_cast<Wide>(a.value) * b.lifetime > static_cast<Wide>(b.value) * a.lifetime;
-  });
-  keepIfFits(gaps);
-}
-
-void ScheduleBuilder::keepIfFits(std::span<const Gap> gaps) {
-  for (const Gap& gap : gaps) {
-    if (kept_[gap.use] != 0) {
-      continue;
-    }
-    const Bytes bytes = graph_.params[gap.param].bytes;
-    const Bytes reserve = gap.lifetime == 0 ? 0 : settings_.reserve;
-    if (memory_.max(gap.begin, gap.end) + bytes + reserve <= problem_.budget) {
-      memory_.add(gap.begin, gap.end, bytes);
-      kept_[gap.use] = 1;
-    }
-  }
-}
-
+// In the order of their first slots.
 void ScheduleBuilder::makeResidencies() {
+  std::vector<char> for_good(graph_.params.size(), 0);
   for (std::size_t p = 0; p < graph_.params.size(); ++p) {
-    const Param& param = graph_.params[p];
-    const auto uses = usage_.uses[p];
-    const auto all_kept = [&] {
-      for (std::size_t i = 1; i < uses.size(); ++i) {
-        if (kept_[first_gap_[p] + static_cast<Index>(i)] == 0) {
-          return false;
-        }
-      }
-      return true;
-    };
-    // A frozen parameter that stays for the whole step can stay for good.
-    if (param.frozen && !uses.empty() && all_kept() &&
-        memory_.max(0, uses.front() - 1) + param.bytes + settings_.reserve <= problem_.budget &&
-        memory_.max(uses.back() + 1, slots_ - 1) + param.bytes + settings_.reserve <= problem_.budget) {
-      memory_.add(0, uses.front() - 1, param.bytes);
-      memory_.add(uses.back() + 1, slots_ - 1, param.bytes);
+    if (staysForGood(static_cast<Index>(p))) {
+      memory_.add(0, usage_.uses[p].front() - 1, graph_.params[p].bytes);
+      memory_.add(usage_.uses[p].back() + 1, slots_ - 1, graph_.params[p].bytes);
       schedule_.start_gathered.push_back(static_cast<Index>(p));
-      continue;
-    }
-    for (std::size_t i = 0; i < uses.size(); ++i) {
-      if (i > 0 && kept_[first_gap_[p] + static_cast<Index>(i)] != 0) {
-        schedule_.residencies.back().last = uses[i];
-        continue;
-      }
-      if (i > 0) {
-        schedule_.residencies.back().release_reason = {Why::NotKept, param.bytes, uses[i] - uses[i - 1]};
-      }
-      schedule_.residencies.push_back(
-          {static_cast<Index>(p), uses[i], uses[i], uses[i], kNone, {}, {Why::LastUse, param.bytes, 0}});
+      for_good[p] = 1;
     }
   }
-  std::stable_sort(schedule_.residencies.begin(), schedule_.residencies.end(),
-                   [](const Residency& a, const Residency& b) { return a.first < b.first; });
+  std::vector<Index> next(first_gap_.begin(), first_gap_.end() - 1);  // parameter -> its next use
+  std::vector<Index> open(graph_.params.size(), kNone);               // parameter -> its last residency
+  schedule_.residencies.reserve(kept_.size());
+  for (Index slot = 0; slot < slots_; ++slot) {
+    for (const Index param : usage_.needs[slot]) {
+      const Index use = next[param]++;
+      if (for_good[param] != 0) {
+        continue;
+      }
+      const Bytes bytes = graph_.params[param].bytes;
+      if (open[param] != kNone) {
+        Residency& before = schedule_.residencies[open[param]];
+        if (kept_[use] != 0) {
+          before.last = slot;
+          continue;
+        }
+        before.release_reason = {Why::NotKept, bytes, slot - usage_.uses[param][use - first_gap_[param] - 1]};
+      }
+      open[param] = static_cast<Index>(schedule_.residencies.size());
+      schedule_.residencies.push_back({param, slot, slot, slot, kNone, {}, {Why::LastUse, bytes, 0}});
+    }
+  }
 }
 
 // Neighbours in order of use share a collective until it saturates the link, where the later ones
@@ -217,14 +74,15 @@ std::vector<ScheduleBuilder::Bucket> ScheduleBuilder::bucketGathers() {
     if (!buckets.empty()) {
       Bucket& open = buckets.back();
       const bool same_slot = all[i].first == open.first;
-      const bool small = open.bytes < settings_.gather_bucket;
+      const auto isSmall = [&](Bytes size) { return leeway_.above(&Settings::gather_bucket, size); };
       // Joining must not hold the later one much longer than its own gather takes.
-      const Nanos earlier = timeline_.reach[all[i].first] - timeline_.reach[open.first];
-      const Nanos worth = 4 * problem_.cost.gather(bytes);
-      const bool wanted = same_slot ? small || bytes < settings_.gather_bucket : small && earlier <= worth;
+      const auto isNear = [&] {
+        return timeline_.reach[all[i].first] - timeline_.reach[open.first] <= 4 * problem_.cost.gather(bytes);
+      };
+      const auto wanted = [&] { return isSmall(open.bytes) ? same_slot || isNear() : same_slot && isSmall(bytes); };
       const Overrides::Choice choose = use_of.empty() ? Overrides::Free : overrides_.join[use_of[i]];
-      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted)) && earliest[i] <= open.first &&
-          (same_slot || memory_.max(open.first, all[i].first - 1) + held <= problem_.budget)) {
+      if ((choose == Overrides::Yes || (choose == Overrides::Free && wanted())) && earliest[i] <= open.first &&
+          (same_slot || memory_.within(open.first, all[i].first - 1, problem_.budget - held))) {
         memory_.add(open.first, all[i].first - 1, held);
         open.held += held;
         open.earliest = std::max(open.earliest, earliest[i]);

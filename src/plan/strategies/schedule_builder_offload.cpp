@@ -12,18 +12,18 @@ void ScheduleBuilder::planOffload() {
   if (may_leave == Offload::Nothing) {
     return;
   }
-  const auto over = [&] { return slots_ > 0 && memory_.max(0, slots_ - 1) > problem_.budget; };
-  if (settings_.make_room > 0) {
-    offloadStates(settings_.make_room, false);
+  const auto over = [&] { return !memory_.within(0, slots_ - 1, problem_.budget); };
+  if (leeway_.above(&Settings::make_room, 0)) {
+    offloadStates(false);
   }
   if (over()) {
-    offloadStates(usage_.resident, true);
+    offloadStates(true);
   }
   if (may_leave == Offload::States) {
     return;
   }
-  if (over() || settings_.make_room_each > 0) {
-    offloadBuffers(settings_.make_room_each, over());
+  if (over() || leeway_.above(&Settings::make_room_each, 0)) {
+    offloadBuffers(over());
   }
   if (over()) {
     offloadShards();
@@ -32,7 +32,7 @@ void ScheduleBuilder::planOffload() {
 
 // States that are updated first leave first. A state begins the step on the device and leaves
 // during the first forward pass when memory allows; else it begins and ends on the host.
-void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
+void ScheduleBuilder::offloadStates(bool forced) {
   std::vector<char> moved(graph_.params.size(), 0);
   Nanos leaving = 0;
   for (const Move& move : schedule_.moves) {
@@ -40,17 +40,19 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
     leaving += problem_.cost.toHost(deviceBytes(graph_, move.item));
   }
   const std::size_t before = schedule_.moves.size();
-  for (Index slot = 0; slot < slots_ && wanted > 0; ++slot) {
+  Bytes bytes = 0;
+  bool enough = false;
+  for (Index slot = 0; slot < slots_ && !enough; ++slot) {
     for (const Index param : graph_.nodes[slot].updates) {
       const Bytes state = graph_.params[param].state;
       if (state == 0 || moved[param] != 0) {
         continue;
       }
-      if (forced && memory_.max(0, slots_ - 1) <= problem_.budget) {
-        wanted = 0;
+      if (forced && memory_.within(0, slots_ - 1, problem_.budget)) {
+        enough = true;
         break;
       }
-      wanted -= state;
+      bytes += state;
       leaving += problem_.cost.toHost(state);
       const auto gone = std::lower_bound(timeline_.reach.begin(), timeline_.reach.end(), leaving);
       const auto offloaded = static_cast<Index>(gone - timeline_.reach.begin());
@@ -58,11 +60,11 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
       move.item = {ItemKind::State, param};
       move.need = slot;
       move.reload = slot;
-      const bool over = memory_.max(0, slots_ - 1) > problem_.budget;
+      const bool over = !memory_.within(0, slots_ - 1, problem_.budget);
       move.reason = {over ? Why::OverBudget : Why::MakesRoom, state, 0};
       // It is there before it has left and after its update.
       const bool fits_around =
-          memory_.max(0, offloaded - 1) <= problem_.budget && memory_.max(slot, slots_ - 1) <= problem_.budget;
+          memory_.within(0, offloaded - 1, problem_.budget) && memory_.within(slot, slots_ - 1, problem_.budget);
       if (offloaded < slot && fits_around) {
         move.offload = 0;
         move.offloaded = offloaded;
@@ -74,7 +76,8 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
         memory_.add(move.offloaded, slots_ - 1, -state);
       }
       schedule_.moves.push_back(move);
-      if (wanted <= 0) {
+      enough = !forced && !leeway_.above(&Settings::make_room, bytes);
+      if (enough) {
         break;
       }
     }
@@ -87,7 +90,8 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
     channel =
         std::min(channel, timeline_.reach[move.need]) - mulDiv(problem_.cost.toDevice(state), settings_.lead, 1000);
     const Index wanted_at = std::max(positionAt(channel, move.need), move.offload == 0 ? move.offloaded : 0);
-    const Index full = memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - settings_.reserve - state);
+    const Index full =
+        memory_.lastAbove(wanted_at, move.need - 1, problem_.budget - leeway_.exactly(&Settings::reserve) - state);
     const Index at = std::max(wanted_at, full + 1);
     memory_.add(at, move.need - 1, state);
     move.reload = at;
@@ -105,9 +109,9 @@ void ScheduleBuilder::offloadStates(Bytes wanted, bool forced) {
   }
 }
 
-// Activations that are made early and read late: those over slots that do not fit, and `wanted`
-// bytes of each micro-batch.
-void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
+// Activations that are made early and read late: those over slots that do not fit, and as many bytes of each
+// micro-batch as the settings say.
+void ScheduleBuilder::offloadBuffers(bool forced) {
   // States have the links to themselves: those that leave at the start are ahead of every buffer, and a
   // buffer that returns while they do would wait for them.
   Nanos leaving = 0;
@@ -153,7 +157,7 @@ void ScheduleBuilder::offloadBuffers(Bytes wanted, bool forced) {
       micro = m;
       const Nanos half =
           timeline_.reach[longest_from + 1] + (timeline_.reach[longest_to] - timeline_.reach[longest_from + 1]) / 2;
-      if (moved >= wanted || left > half || timeline_.reach[longest_to] > returning) {
+      if (left > half || timeline_.reach[longest_to] > returning || !leeway_.above(&Settings::make_room_each, moved)) {
         continue;
       }
       moved += bytes;
@@ -200,7 +204,7 @@ void ScheduleBuilder::offloadShards() {
       move_of[schedule_.moves[m].item.id] = static_cast<Index>(m);
     }
   }
-  for (std::size_t p = 0; p < graph_.params.size() && memory_.max(0, slots_ - 1) > problem_.budget; ++p) {
+  for (std::size_t p = 0; p < graph_.params.size() && !memory_.within(0, slots_ - 1, problem_.budget); ++p) {
     const Bytes shard = graph_.params[p].shard;
     if (move_of[p] == kNone || schedule_.moves[move_of[p]].offload == 0 || shard == 0 || graph_.params[p].persistent) {
       continue;

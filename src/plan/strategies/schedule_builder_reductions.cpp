@@ -21,7 +21,8 @@ Nanos ScheduleBuilder::deferFrom(Index first_update) const {
 // comes first.
 void ScheduleBuilder::planReductions() {
   if (graph_.stage == 1) {
-    schedule_.reductions = bucketReductions(problem_, settings_.reduce_bucket, schedule_.reductions.max_size() / 2);
+    schedule_.reductions =
+        bucketReductions(problem_, leeway_.exactly(&Settings::reduce_bucket), schedule_.reductions.max_size() / 2);
     return;
   }
   std::vector<Index> seen(graph_.params.size(), 0);  // contributions so far
@@ -31,11 +32,12 @@ void ScheduleBuilder::planReductions() {
   Nanos channel = 0;
   std::size_t oldest = 0;  // of the reductions that are not waited for yet
   Bytes pending = 0;       // their bytes
-  // Waits at `position` for the oldest reductions until no more than `most` bytes are pending.
-  const auto settle = [&](Index position, Bytes most) {
+  const auto isFull = [&](Bytes bucket) { return !leeway_.above(&Settings::reduce_bucket, bucket); };
+  // Waits at `position` for the oldest reductions: for all, or until no more are pending than may be.
+  const auto settle = [&](Index position, bool all) {
     for (; oldest < schedule_.reductions.size(); ++oldest) {
       Reduction& old = schedule_.reductions[oldest];
-      if (pending <= most && old.wait > position) {
+      if (old.wait > position && !all && leeway_.above(&Settings::pending, pending - 1)) {
         break;
       }
       if (old.wait > position) {
@@ -75,7 +77,7 @@ void ScheduleBuilder::planReductions() {
     // A backlog of reductions only takes memory that would save gathers: the links cannot run
     // faster.
     if (!beside_updates) {
-      settle(launch, settings_.pending);
+      settle(launch, false);
     }
     pending += bytes;
     schedule_.reductions.push_back(std::move(open));
@@ -88,17 +90,19 @@ void ScheduleBuilder::planReductions() {
   while (first_update < slots_ && graph_.nodes[first_update].kind != NodeKind::Optimizer) {
     ++first_update;
   }
-  Bytes defer = first_update == slots_ ? 0 : settings_.defer;
-  const Nanos defer_from = defer > 0 ? deferFrom(first_update) : 0;
+  const bool may_defer = first_update < slots_ && leeway_.above(&Settings::defer, 0);
+  const Nanos defer_from = may_defer ? deferFrom(first_update) : 0;
+  Bytes held_back = 0;
   std::vector<std::pair<Index, Index>> deferred;  // update, parameter
   const auto defers = [&](Index param, Index slot) {
     const Bytes grad = graph_.params[param].grad;
-    if (grad == 0 || grad > defer || slot >= first_update || timeline_.reach[slot] < defer_from ||
+    if (!may_defer || grad == 0 || slot >= first_update || timeline_.reach[slot] < defer_from ||
         usage_.update[param] == kNone || usage_.contributions[param].back() != slot ||
-        memory_.max(slot + 1, first_update - 1) + grad + settings_.reserve > problem_.budget) {
+        !leeway_.above(&Settings::defer, held_back + grad - 1) ||
+        !fitsBesideReserve(memory_, slot + 1, first_update - 1, grad)) {
       return false;
     }
-    defer -= grad;
+    held_back += grad;
     memory_.add(slot + 1, first_update - 1, grad);
     deferred.emplace_back(usage_.update[param], param);
     return true;
@@ -112,7 +116,7 @@ void ScheduleBuilder::planReductions() {
       for (const auto& [update, param] : deferred) {
         open.params.push_back(param);
         bytes += graph_.params[param].grad;
-        if (bytes >= settings_.reduce_bucket) {
+        if (isFull(bytes)) {
           flush(slot, Why::BesideUpdates);
         }
       }
@@ -123,14 +127,14 @@ void ScheduleBuilder::planReductions() {
       micro = node.micro;
     }
     if (bytes > 0) {
-      if (memory_.max(slot, slot) + bytes > problem_.budget) {
+      if (!memory_.within(slot, slot, problem_.budget - bytes)) {
         flush(slot, Why::ForMemory);
       } else {
         memory_.add(slot, slot, bytes);
       }
     }
     if (choice(overrides_.settle, slot) == Overrides::Yes) {
-      settle(slot, -1);
+      settle(slot, true);
     }
     for (const Index param : node.grads) {
       const auto slots = usage_.contributions[param];
@@ -148,7 +152,7 @@ void ScheduleBuilder::planReductions() {
       }
     }
     const Overrides::Choice choose = choice(overrides_.flush, slot);
-    if (choose == Overrides::Yes || (choose == Overrides::Free && bytes >= settings_.reduce_bucket)) {
+    if (choose == Overrides::Yes || (choose == Overrides::Free && isFull(bytes))) {
       flush(slot + 1, Why::BucketFull);
     }
   }

@@ -61,7 +61,7 @@ void kick(const Problem& problem, Search& search, std::size_t& left) {
       std::vector<Overrides::Choice>& list = *choices[below(4)];
       list[below(list.size())] = static_cast<Overrides::Choice>(below(3));
     }
-    Search second(problem);
+    Search second(problem, search.trials());
     const Settings settings = search.best()->settings;
     --left;
     second.attempt(settings, search.best()->input, trial);

@@ -5,18 +5,6 @@
 namespace dc::plan {
 namespace {
 
-Timeline withoutStalls(const StepGraph& graph) {
-  Timeline timeline;
-  timeline.reach.reserve(graph.nodes.size() + 1);
-  Nanos now = 0;
-  timeline.reach.push_back(now);
-  for (const Node& node : graph.nodes) {
-    now += node.time;
-    timeline.reach.push_back(now);
-  }
-  return timeline;
-}
-
 // What the simulation says about each use: by how much its gather, or one in its place, delays the
 // step.
 std::vector<std::int32_t> weigh(const Problem& problem, const Plan& plan, const Simulation& run) {
@@ -94,32 +82,68 @@ Timeline observed(const Problem& problem, const Plan& plan, const Simulation& ru
     }
   }
   timeline.weight = weigh(problem, plan, run);
+  timeline.key = keyOf(timeline);
   return timeline;
 }
 
 }  // namespace
 
-Search::Search(const Problem& problem) : problem_(problem), undisturbed_(withoutStalls(problem.graph)) {}
+Timeline undisturbed(const StepGraph& graph) {
+  Timeline timeline;
+  timeline.reach.reserve(graph.nodes.size() + 1);
+  Nanos now = 0;
+  timeline.reach.push_back(now);
+  for (const Node& node : graph.nodes) {
+    now += node.time;
+    timeline.reach.push_back(now);
+  }
+  timeline.key = keyOf(timeline);
+  return timeline;
+}
+
+Search::Search(const Problem& problem, Trials& trials)
+    : problem_(problem), trials_(&trials), undisturbed_(plan::undisturbed(problem.graph)) {}
 
 bool Search::attempt(const Settings& settings, const Timeline& timeline, const Overrides& overrides) {
   ++attempts_;
+  const Nanos limit = best_ ? best_->step : kNoLimit;
+  const std::uint64_t inputs = inputsOf(problem_, settings, timeline, overrides);
+  if (trials_->least(inputs, settings) >= limit) {
+    return false;
+  }
+  ++trials_->effort.builds;
+  Schedule schedule;
+  ScheduleBuilder builder(problem_, settings, timeline, overrides);
   try {
-    Attempt made;
-    made.settings = settings;
-    made.plan = emit(problem_, ScheduleBuilder(problem_, settings, timeline, overrides).build(), "planned");
-    const Simulation run = simulate(problem_.graph, problem_.cost, made.plan);
-    made.step = run.step;
-    if (best_ && best_->step <= made.step) {
-      return false;
-    }
-    made.input = timeline;
-    made.overrides = overrides;
-    made.timeline = observed(problem_, made.plan, run);
-    best_ = std::move(made);
-    return true;
+    schedule = builder.build();
   } catch (const BudgetError&) {
+    trials_->effort.memory += builder.memoryWork();
+    trials_->add(inputs, builder.leeway(), kNoLimit);
     return false;  // these settings do not fit; others may
   }
+  trials_->effort.memory += builder.memoryWork();
+  Nanos& least = trials_->least(keyOf(schedule));
+  if (least >= limit) {
+    trials_->add(inputs, builder.leeway(), least);
+    return false;
+  }
+  Attempt made;
+  made.plan = emit(problem_, schedule, "planned");
+  const Simulation run = simulate(problem_.graph, problem_.cost, made.plan, limit);
+  ++trials_->effort.simulations;
+  trials_->effort.events += run.events;
+  least = run.step;
+  trials_->add(inputs, builder.leeway(), least);
+  if (run.step >= limit) {
+    return false;
+  }
+  made.step = run.step;
+  made.settings = settings;
+  made.input = timeline;
+  made.overrides = overrides;
+  made.timeline = observed(problem_, made.plan, run);
+  best_ = std::move(made);
+  return true;
 }
 
 void Search::take(const Search& other) {

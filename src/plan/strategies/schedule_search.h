@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "deepcompile/plan/strategies/schedule_builder.h"
+#include "deepcompile/plan/strategies/trials.h"
 #include "deepcompile/plan/strategy.h"
 
 namespace dc::plan {
@@ -17,10 +17,13 @@ struct Attempt {
   Overrides overrides;
 };
 
-// The problem must outlive the search.
+// When each position is reached if nothing ever waits.
+Timeline undisturbed(const StepGraph& graph);
+
+// The problem and the trials must outlive the search.
 class Search {
  public:
-  explicit Search(const Problem& problem);
+  Search(const Problem& problem, Trials& trials);
 
   // True when this became the best.
   bool attempt(const Settings& settings, const Timeline& timeline, const Overrides& overrides = {});
@@ -28,12 +31,13 @@ class Search {
   void take(const Search& other);
 
   int attempts() const { return attempts_; }
-  // When each position is reached if nothing ever waits.
+  Trials& trials() const { return *trials_; }
   const Timeline& undisturbed() const { return undisturbed_; }
   const std::optional<Attempt>& best() const { return best_; }
 
  private:
   const Problem& problem_;
+  Trials* trials_;
   Timeline undisturbed_;
   int attempts_ = 0;
   std::optional<Attempt> best_;
