@@ -1,4 +1,4 @@
-"""What benchmarks ask of a rank about its communication, by the recorder. Runs in the rank's process."""
+"""What benchmarks ask of a rank about its communication, by its trace. Runs in the rank's process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deepcompile.replay import recording
 from deepcompile.replay.recorded_step import cycles_of
+from deepcompile.replay.recording import Recording
 
 STEPS = 4
 PAIRS = 6
@@ -17,9 +17,9 @@ def exposed(engine: Any, train: Callable[[], Any]) -> list[float]:
     """Seconds of each step that the program spent in communication: gathering, waiting, handing over gradients."""
     found = []
     for _ in range(STEPS):
-        recording.start(engine.sharding)
+        running = Recording(engine.sharding)
         train()
-        ops = recording.stop(engine.sharding, time.monotonic_ns())
+        ops = running.stop()
         found.append(sum(cycle.spent for cycle in cycles_of(ops)))
     return found
 
@@ -30,12 +30,11 @@ def recording_pairs(engine: Any, train: Callable[[], Any]) -> list[tuple[float, 
     for pair in range(PAIRS):
         times = {}
         for recorded in (True, False) if pair % 2 else (False, True):
-            if recorded:
-                recording.start(engine.sharding)
+            running = Recording(engine.sharding) if recorded else None
             began = time.perf_counter()
             train()
             times[recorded] = time.perf_counter() - began
-            if recorded:
-                recording.stop(engine.sharding, time.monotonic_ns())
+            if running is not None:
+                running.stop()
         found.append((times[True], times[False]))
     return found

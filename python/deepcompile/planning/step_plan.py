@@ -111,12 +111,6 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
     return found
 
 
-def reductions_of(planned: planner.Plan) -> list[tuple[str, ...]]:
-    """The parameters whose gradients each reduction of the plan takes, in its order."""
-    names = planned.graph.params
-    return [tuple(names[index] for _, index in items) for kind, _, _, items in planned.instructions if kind == "reduce"]
-
-
 def step_plan(
     planned: planner.Plan,
     graphs: Mapping[str, Segments],
