@@ -35,6 +35,19 @@ std::shared_ptr<const Graph> graphOf(std::int64_t graph_id) { return GraphTable:
 // Python's; the runtime shares what it holds.
 struct HeldSchedule {
   std::shared_ptr<const StepSchedule> schedule;
+  std::int64_t params;  // that its numbers stand for
+
+  explicit HeldSchedule(StepSchedule made) : params(0) {
+    for (const ScheduledEvent& event : made) {
+      params = std::max(params, event.event.key.id + 1);
+      for (const auto& together : event.gathers) {
+        for (const CopyKey& key : together) {
+          params = std::max(params, key.id + 1);
+        }
+      }
+    }
+    schedule = std::make_shared<const StepSchedule>(std::move(made));
+  }
 };
 
 StepSchedule scheduleOf(const std::vector<Scheduled>& events) {
@@ -124,9 +137,7 @@ auto withGraph(std::int64_t graph_id, Body body) {
 
 void bindSchedule(py::module_& module) {
   py::class_<HeldSchedule>(module, "StepSchedule")
-      .def(py::init([](const std::vector<Scheduled>& events) {
-             return HeldSchedule{std::make_shared<const StepSchedule>(scheduleOf(events))};
-           }),
+      .def(py::init([](const std::vector<Scheduled>& events) { return HeldSchedule(scheduleOf(events)); }),
            py::arg("events"))
       .def("__len__", [](const HeldSchedule& held) { return held.schedule->size(); });
   py::class_<ScheduleFollower, std::shared_ptr<ScheduleFollower>>(module, "ScheduleFollower")
@@ -155,6 +166,10 @@ void bindSchedule(py::module_& module) {
   module.def(
       "begin_graph",
       [](std::int64_t graph_id, const HeldSchedule* held, const std::vector<at::Tensor>& shards) {
+        check(held == nullptr || held->params <= static_cast<std::int64_t>(shards.size()), [&] {
+          return concat("begin_graph: a schedule of ", held->params, " parameters for ", shards.size(),
+                        " shards (graph ", graph_id, ")");
+        });
         withGraph(graph_id, [&](Z3CustomOpExecutor& z3, Runtime& runtime) {
           std::vector<std::int64_t> ids;
           ids.reserve(shards.size());

@@ -40,6 +40,7 @@ void bindStepTrace(py::module_& module) {
       .def("stop", &stopTrace, py::arg("reader"),
            "(entries, when it was stopped, whether compiled code handed over gradients); see step_trace.py.")
       .def("drop", &StepTrace::drop, py::arg("reader"))
+      .def_property_readonly("on", &StepTrace::on, "Whether somebody reads.")
       .def(
           "begin_graph",
           [](StepTrace& trace, bool backward) {

@@ -108,8 +108,7 @@ at::Tensor reduceWith(const Locked& locked, const at::Tensor& grad, std::int64_t
   CustomOpExecutor& executor = locked.executor();
   GradientReducer& reducer = executor.reducer();
   reducer.noteAutogradTask(outermostAutogradTask());
-  at::Tensor result =
-      memory == GradientMemory::Borrowed ? executor.reduceGrad(grad, id) : executor.reduceGradIn(grad, id, memory);
+  at::Tensor result = executor.reduceGradIn(grad, id, memory);
   if (reducer.begunByGradient() && reducer.open()) {
     endWithAutograd(locked.graph().id);
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "deepcompile/base/error.h"
@@ -47,11 +48,14 @@ class CustomOpExecutor {
   virtual void endBackward() { reducer_.end(); }
   // Takes a gradient of the whole parameter. Returns an empty tensor. Opens a backward when none is open.
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
-    return reduceGradIn(std::move(grad_tensor), ds_id, GradientMemory::Borrowed);
+    return reducer_.take(std::move(grad_tensor), ds_id, memory_);
   }
-  // The same for one whose memory may be the caller's no more: it need not be copied, and lives until it is reduced.
-  virtual at::Tensor reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) {
-    return reducer_.take(std::move(grad_tensor), ds_id, memory);
+  // reduceGrad for a gradient whose memory may be the caller's no more: it need not be copied, and lives until it is
+  // reduced.
+  at::Tensor reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) {
+    memory_ = memory;
+    const auto end = c10::make_scope_exit([this] { memory_ = GradientMemory::Borrowed; });
+    return reduceGrad(std::move(grad_tensor), ds_id);
   }
 
   GradientReducer& reducer() { return reducer_; }
@@ -96,6 +100,7 @@ class CustomOpExecutor {
  private:
   std::shared_ptr<const GraphMembers> members_;
   GradientReducer reducer_;
+  GradientMemory memory_ = GradientMemory::Borrowed;  // of the gradient that reduceGrad is called with
 
  protected:
   // The reducer's.

@@ -34,9 +34,6 @@ class DeviceTime {
 
 namespace {
 
-// A trace that no reader stops must not grow for ever.
-constexpr std::size_t kMostEntries = std::size_t{1} << 20;
-
 bool isOfTheProgram(TraceEntry::Kind kind) {
   return kind != TraceEntry::Kind::Gather && kind != TraceEntry::Kind::Reduction;
 }
@@ -98,7 +95,7 @@ void StepTrace::remove(Reader reader) {
   readers_.erase(found);
   noteReaders();
   const Reader end = first_ + static_cast<Reader>(log_.size());
-  const Reader oldest = readers_.empty() ? end : readers_.begin()->first;
+  const Reader oldest = readers_.empty() ? end : std::max(first_, readers_.begin()->first);
   log_.erase(log_.begin(), log_.begin() + static_cast<std::ptrdiff_t>(oldest - first_));
   first_ = oldest;
 }
@@ -111,7 +108,7 @@ StepTrace::Taken StepTrace::stop(Reader reader) {
   {
     const std::lock_guard lock(mutex_);
     if (readers_.count(reader) > 0) {
-      pending.assign(log_.begin() + static_cast<std::ptrdiff_t>(reader - first_), log_.end());
+      pending.assign(log_.begin() + static_cast<std::ptrdiff_t>(std::max(first_, reader) - first_), log_.end());
     }
     base = base_;
     taken.compiled_code = compiled_code_ >= reader;
@@ -156,11 +153,16 @@ std::int64_t StepTrace::timeOf(const Moment& moment, const Moment& base) const {
 }
 
 void StepTrace::append(TraceEntry entry, Moment start, Moment launched, Moment end) {
-  if (!readers_.empty() && log_.size() < kMostEntries) {
-    entry.iteration = iteration_;
-    entry.micro = micro_;
-    log_.push_back({entry, std::move(start), std::move(launched), std::move(end)});
+  if (readers_.empty()) {
+    return;
   }
+  if (log_.size() == kMostEntries) {
+    log_.pop_front();
+    ++first_;
+  }
+  entry.iteration = iteration_;
+  entry.micro = micro_;
+  log_.push_back({entry, std::move(start), std::move(launched), std::move(end)});
 }
 
 void StepTrace::addRead(TraceEntry entry, const Moment& start, const Moment& launched, std::int64_t version) {

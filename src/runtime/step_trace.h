@@ -59,6 +59,8 @@ class StepTrace {
   };
   // A reader: the place in the log from which on it reads. Every start is followed by a stop or a drop.
   using Reader = std::int64_t;
+  // A trace that no reader stops must not grow for ever: beyond this the oldest entries go.
+  static constexpr std::size_t kMostEntries = std::size_t{1} << 20;
   struct Taken {
     std::vector<TraceEntry> entries;
     std::int64_t ended = 0;      // when the reader stopped

@@ -36,7 +36,7 @@ void Z3CustomOpExecutor::startBackward(bool update) {
   gatherer_.beginBackward();
 }
 
-at::Tensor Z3CustomOpExecutor::reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) {
+at::Tensor Z3CustomOpExecutor::reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
   if (context_->config.debug && !context_->profiling) {
     int& pending = gathered_[ds_id];
     check(pending > 0, [&] {
@@ -47,7 +47,7 @@ at::Tensor Z3CustomOpExecutor::reduceGradIn(at::Tensor grad_tensor, std::int64_t
   }
   const StepTrace::Moment entered = context_->trace->moment();
   const at::ScalarType dtype = grad_tensor.scalar_type();
-  at::Tensor result = CustomOpExecutor::reduceGradIn(std::move(grad_tensor), ds_id, memory);
+  at::Tensor result = CustomOpExecutor::reduceGrad(std::move(grad_tensor), ds_id);
   if (entered) {
     context_->trace->add({TraceEntry::Kind::Gradient, ds_id, dtype, gatherer_.bytesOf({ds_id, dtype}), true}, entered);
   }

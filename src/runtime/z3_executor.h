@@ -36,7 +36,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   void endReads() override { gatherer_.endReads(); }
   void startBackward(bool update) override;
   void endBackward() override;
-  at::Tensor reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) override;
+  at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) override;
 
   ParameterGatherer& gatherer() { return gatherer_; }
   at::Tensor allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype);

@@ -86,7 +86,9 @@ def adds(rank: int, world: int) -> None:
     group = torch.distributed.new_group([0, 1])
     with pytest.raises(ValueError, match="process_group"):
         deepcompile.initialize(model, sgd, told, process_group=group)
-    torch.distributed.barrier(group)  # a rank that leaves must not take a connection along that its peer is still making
+    torch.distributed.barrier(
+        group
+    )  # a rank that leaves must not take a connection along that its peer is still making
 
 
 def test_an_engine_may_add_what_nothing_was_made_from_yet() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import deepcompile
 from deepcompile.sharding.sharding import sharding_of
@@ -222,3 +223,48 @@ def raises_inside(rank: int, world: int) -> None:
 
 def test_an_error_of_the_program_ends_the_iteration_and_the_next_is_followed_again() -> None:
     run_ranks(2, raises_inside)
+
+
+class FailsOrTurns(nn.Module):
+    """Two layers, in either order; ``fails`` in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.turned = self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.second, self.first) if self.turned else (self.first, self.second)
+        x = layers[0](x)
+        if self.fails:
+            raise ValueError("on purpose")
+        return layers[1](x).square().mean()
+
+
+def fails_while_it_records(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    model = FailsOrTurns()
+    deepcompile.shard(model, {"timeout": 20})
+
+    def iteration() -> None:
+        model(torch.ones(2, 16)).backward()
+
+    with deepcompile.record():
+        iteration()
+    graph = deepcompile.compile()
+    model.turned = True
+    for _ in range(2):  # the third of its kind is awaited from here on, so iterations are recorded
+        with graph.execute():
+            iteration()
+    model.turned, model.fails = False, True
+    with pytest.raises(ValueError, match="on purpose"), graph.execute():
+        iteration()
+    assert not sharding_of(model).runtime.trace.on
+    model.turned, model.fails = True, False
+    with graph.execute():
+        iteration()
+    assert graph.variants == 2 and not sharding_of(model).runtime.trace.on
+
+
+def test_an_iteration_that_fails_while_it_is_recorded_leaves_nothing_that_reads_the_trace() -> None:
+    run_ranks(2, fails_while_it_records)

@@ -149,3 +149,20 @@ def gathers_of_steps(rank: int, world: int, stage: int) -> list[int]:
         engine.step()
         found.append(engine.stats()["gathers_launched"] - before)
     return found
+
+
+def traces_from_the_middle(rank: int, world: int, folder: str) -> None:
+    engine, _ = trained({"mode": "off"}, f"{folder}/first-{rank}.json")
+    path = pathlib.Path(folder, f"{rank}.json")
+    loss = engine(Llama.batch(seeded(0)))
+    engine.trace(path)
+    engine.backward(loss)
+    engine.step()
+    assert not path.exists()  # half a step
+    engine.backward(engine(Llama.batch(seeded(1))))
+    engine.step()
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_trace_asked_for_within_a_step_is_of_the_next_one(tmp_path) -> None:
+    run_ranks(2, traces_from_the_middle, str(tmp_path))

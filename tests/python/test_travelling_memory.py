@@ -12,6 +12,7 @@ from torch import fx, nn
 import deepcompile
 from deepcompile import dc
 from deepcompile.compiler.segments import REDUCE, give_gradients
+from deepcompile.sharding.sharding import sharding_of
 from harness import only_on_cpu, run_ranks
 from models import Llama, seeded
 
@@ -127,7 +128,7 @@ def test_only_a_gradient_that_nothing_else_reads_is_given_away() -> None:
 def changes_a_gradient(rank: int, world: int) -> str:
     model = nn.Linear(64, 64, bias=False)
     deepcompile.shard(model, {"timeout": 20})
-    sharding = deepcompile.sharding.sharding_of(model)
+    sharding = sharding_of(model)
     gradient = sharding.runtime.empty([64, 64], torch.float32).fill_(1)  # elsewhere it would be copied
     sharding.runtime.start_forward()
     weight = model.weight

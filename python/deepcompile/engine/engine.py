@@ -273,7 +273,7 @@ class Engine(EngineSurface):
             self.drift.forget()
             if self.sharding.rank == 0:
                 _log.info("%s", self.profile.line(changed))
-        elif self._trace_file is not None and self.profile.done:
+        elif self._trace_file is not None and self._trace_file.begun and self.profile.done:
             self._trace_file.write(self.sharding.names, self.sharding.rank)
             self._trace_file = None
         if not isinstance(self.profile, Profile) or not self.profile.done or self.profile.why_not:

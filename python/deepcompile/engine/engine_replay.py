@@ -39,13 +39,17 @@ class ReplayProfile:
 
     def stop(self) -> None:
         """Nothing is recorded or followed from here on. Between steps, or after a forward that nobody took a backward of."""
+        self._drop_recording()
+        if self._active:
+            self._abandon()
+
+    def _drop_recording(self) -> None:
         if self._recording is not None:
             self._recording.drop()
             self._recording = None
-        if self._active:
-            self._stop()
 
     def begin_step(self) -> None:
+        self._drop_recording()  # of a step that failed
         if not self.done and self._steps > 0:  # in the first step ranks agree and buffers are made
             self._recording = recording.Recording(self._sharding, compiled=self.records_compiled)
 
@@ -73,20 +77,21 @@ class ReplayProfile:
         try:
             _C.end_cycle(self._sharding.graph_id)
         finally:
-            self._stop()
+            self._active = False
+            self.graph.deactivate()
         self.graph.after_iteration()
 
-    def _stop(self) -> None:
+    def _abandon(self) -> CompiledGraph:
         assert self.graph is not None
         self._active = False
-        self.graph.deactivate()
+        self.graph.abandon()
+        return self.graph
 
     def failed(self, error: Exception) -> None:
         """The forward or the backward raised ``error``."""
         if self._active:
-            assert self.graph is not None
-            self._stop()
-            self.graph.explain_failure(error)
+            graph = self._abandon()
+            graph.explain_failure(error)
 
     def end_step(self) -> None:
         if self._recording is not None:

@@ -86,6 +86,7 @@ class CompiledGraph:
             yield
             _C.end_cycle(graph_id)
         except Exception as error:
+            self.abandon()
             self.explain_failure(error)
             raise
         finally:
@@ -119,6 +120,7 @@ class CompiledGraph:
         self._require_ready()
         graph_id = self._sharding.graph_id
         _executing.add(graph_id)
+        self._drop_readers()  # of an iteration that was interrupted
         if self._wants_variant():
             self._recording = recording.Recording(self._sharding, compiled=self._compiled)
         if self._trace_file is not None:
@@ -137,6 +139,18 @@ class CompiledGraph:
         if self._sharding.is_open:
             _C.follow(graph_id, None)
             self._sharding.planner.place_reductions()
+
+    def abandon(self) -> None:
+        """The iteration is given up: what was read of it is worth nothing."""
+        self.deactivate()
+        self._drop_readers()
+
+    def _drop_readers(self) -> None:
+        if self._recording is not None:
+            self._recording.drop()
+            self._recording = None
+        if self._trace_file is not None:
+            self._trace_file.drop()
 
     def after_iteration(self) -> None:
         """Looks at what differed; every rank calls it at the same point."""
@@ -157,7 +171,7 @@ class CompiledGraph:
             else:
                 self._recording.drop()
             self._recording = None
-        if self._trace_file is not None:
+        if self._trace_file is not None and self._trace_file.begun:
             self._trace_file.write(self._sharding.names, self._sharding.rank)
             self._trace_file = None
         for difference, key in divergences:

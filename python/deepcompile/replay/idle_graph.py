@@ -46,6 +46,9 @@ class IdleGraph(CompiledGraph):
     def deactivate(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
     def after_iteration(self) -> None:
         pass
 

@@ -48,6 +48,10 @@ class TraceReader:
         self.began = time.monotonic_ns()
         self._reader: int | None = self._trace.start(releases)
 
+    def __del__(self) -> None:
+        if getattr(self, "_reader", None) is not None:
+            self.drop()
+
     def stop(self) -> Trace:
         """A device is waited for."""
         assert self._reader is not None
@@ -80,6 +84,11 @@ class TraceFile:
             raise FileNotFoundError(f"trace: {os.fspath(path)!r} is in a folder that does not exist")
         self._path = os.fspath(path)
         self._reader: TraceReader | None = None
+
+    @property
+    def begun(self) -> bool:
+        """False where it was asked for in the middle of a step: the next one is traced."""
+        return self._reader is not None
 
     def begin(self, runtime: Any) -> None:
         """The step begins here."""

@@ -96,6 +96,20 @@ TEST(StepTrace, ADroppedReaderLeavesTheOthersWhatTheyRead) {
   EXPECT_EQ(trace.stop(second).entries.size(), 1U);
 }
 
+TEST(StepTrace, AReaderThatIsNeverStoppedDoesNotKeepOthersFromReading) {
+  StepTrace trace;
+  const auto forgotten = trace.start();
+  for (std::size_t i = 0; i < StepTrace::kMostEntries; ++i) {
+    trace.addInstant({.kind = Kind::BeginGraph});
+  }
+  const auto reader = trace.start();
+  read(trace, 1, 0);
+  read(trace, 2, 0);
+  EXPECT_EQ(trace.stop(reader).entries.size(), 2U);
+  EXPECT_EQ(trace.stop(forgotten).entries.size(), StepTrace::kMostEntries);
+  EXPECT_FALSE(trace.on());
+}
+
 TEST(StepTrace, BackwardsCountMicroBatchesAndChangedShardsIterations) {
   StepTrace trace;
   const auto reader = trace.start();
