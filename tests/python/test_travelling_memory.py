@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import deepcompile
 from deepcompile import dc
-from deepcompile.compiler.segments import REDUCE, give_gradients
+from deepcompile.compiler.segments import REDUCE, donate_gradients
 from harness import only_on_cpu, run_ranks
 from models import Llama, seeded
 
@@ -119,7 +119,7 @@ def test_only_a_gradient_that_nothing_else_reads_is_given_away() -> None:
     gradients["view of what is read"] = graph.call_function(torch.ops.aten.permute.default, (base, [1, 0]))
     reductions = {name: graph.call_function(REDUCE, (node, shard, 0)) for name, node in gradients.items()}
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (gradients["read again"], base)),))
-    give_gradients(graph)
+    donate_gradients(graph)
     given = {name for name, node in reductions.items() if node.args[3:] == (True,)}
     assert given == {"fresh", "view"}
 
@@ -127,7 +127,7 @@ def test_only_a_gradient_that_nothing_else_reads_is_given_away() -> None:
 def changes_a_gradient(rank: int, world: int) -> str:
     model = nn.Linear(64, 64, bias=False)
     deepcompile.shard(model, {"timeout": 20})
-    sharding = deepcompile.sharding.sharding_of(model)
+    sharding = deepcompile.sharding.sharding.sharding_of(model)
     gradient = sharding.runtime.empty([64, 64], torch.float32).fill_(1)  # elsewhere it would be copied
     sharding.runtime.start_forward()
     weight = model.weight

@@ -26,7 +26,7 @@ from deepcompile.compiler.result_cache import caching
 from deepcompile.compiler.segments import (
     BACKWARD,
     FORWARD,
-    give_gradients,
+    donate_gradients,
     has_gathers,
     mark_params,
     only_from_gathers,
@@ -42,9 +42,9 @@ Compile = Callable[..., Any]
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
-    unit = _Unit(module, example_inputs)
-    with compiling(f"the {FORWARD} of {unit.name}", unit.sharding):
-        return unit.compile_with_inductor() if unit.backend == "inductor" else unit.compile_for_eager()
+    compiler = GraphCompiler(module, example_inputs)
+    with compiling(f"the {FORWARD} of {compiler.name}", compiler.sharding):
+        return compiler.compile_with_inductor() if compiler.backend == "inductor" else compiler.compile_for_eager()
 
 
 def load_compiler(kind: str) -> None:
@@ -62,7 +62,7 @@ def _register(registry: ModuleType) -> None:
 after_import("torch._dynamo.backends.registry", _register)
 
 
-class _Unit:
+class GraphCompiler:
     """One graph that Dynamo traced."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -86,7 +86,7 @@ class _Unit:
             for index, sharding, name in found
         }
         #: What one rank has it need not gather. The same for forward and backward, which is compiled later.
-        self._reads_what_it_has = all(sharding.reads_what_it_has for sharding in self._shardings)
+        self._reads_in_place = all(sharding.reads_in_place for sharding in self._shardings)
         self._step: Any = None
         self._outline: StepOutline | None = None  # of the step, its parameters called by their inputs
         self._from_cache: list[PlannedGraph] = []
@@ -100,7 +100,7 @@ class _Unit:
     @property
     def _runs_alone(self) -> bool:
         """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and self._reads_what_it_has
+        return self._step is not None and self._reads_in_place
 
     @property
     def _order(self) -> contextlib.AbstractContextManager[Any]:
@@ -124,17 +124,17 @@ class _Unit:
         worlds = [sharding.world for sharding in self._shardings]
         # The outline is of this batch. Where sizes are symbols, the key does not have them otherwise.
         sizes = [number(value) for value in self._inputs if isinstance(value, torch.SymInt)]
-        return f"deepcompile {worlds} {self._reads_what_it_has} {sizes}"
+        return f"deepcompile {worlds} {self._reads_in_place} {sizes}"
 
     # -- the three ways in -------------------------------------------------------------------------------------------
 
     def compile_with_inductor(self) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        if all(sharding.whole for sharding in self._shardings):  # nothing to plan
+        if all(sharding.single_rank for sharding in self._shardings):  # nothing to plan
 
             def compile_one(*args: Any, **kwargs: Any) -> Any:
-                with self._said(BACKWARD if kwargs.get("is_backward") else FORWARD):
+                with self._logs_compilation(BACKWARD if kwargs.get("is_backward") else FORWARD):
                     return compile_fx_inner(*args, **kwargs)
 
             return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
@@ -183,7 +183,7 @@ class _Unit:
                 partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
             )(self._module, self._inputs)
 
-    def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
+    def _logs_compilation(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
         return compiling(f"the {phase} of {self.name}", self._sharding if phase == BACKWARD else None)
 
@@ -230,8 +230,8 @@ class _Unit:
             step = self._plan(module, None) if alone else self._step
             assert self._outline is not None
             record = GraphRecord(phase, self._outline, places_of_shards(module, step.graphs[phase]))
-            give_gradients(module.graph)
-            with self._said(phase), self._order:
+            donate_gradients(module.graph)
+            with self._logs_compilation(phase), self._order:
                 function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
             compiled = PlannedGraph(function, record, self._sharding)
             compiled.follow(step, self.name)
@@ -257,17 +257,17 @@ def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return other
 
 
-def _partitioner(unit: _Unit) -> Any:
+def _partitioner(compiler: GraphCompiler) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return unit.partition(gm, joint_inputs, **kwargs)
+            return compiler.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return unit.variant
+            return compiler.variant
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -19,7 +19,7 @@ _graphs: weakref.WeakKeyDictionary[Sharding, int] = weakref.WeakKeyDictionary()
 def graph_name(sharding: Sharding) -> str:
     """Of the next graph of a model, for people."""
     number = _graphs[sharding] = _graphs.get(sharding, 0) + 1
-    model = type(sharding.living_model).__name__
+    model = type(sharding.model_or_none).__name__
     return model if number == 1 else f"{model}, graph {number}"
 
 

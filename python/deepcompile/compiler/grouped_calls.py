@@ -79,10 +79,12 @@ def _reduce_together(graph: fx.Graph) -> None:
         for begin in range(0, len(one), GRADIENTS_A_CALL)
     )
     for group in groups:
-        given = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
+        donated = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
         with graph.inserting_before(group[-1]):
             gradients = [_without_views(node.args[0]) for node in group]
-            together = graph.call_function(REDUCE_ALL, (gradients, [n.args[1] for n in group], group[0].args[2], given))
+            together = graph.call_function(
+                REDUCE_ALL, (gradients, [n.args[1] for n in group], group[0].args[2], donated)
+            )
             together.meta = {**group[-1].meta, "val": None}
         for node in group:
             graph.erase_node(node)

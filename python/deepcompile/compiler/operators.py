@@ -211,13 +211,13 @@ def _releases_end_regions(pattern_matcher: ModuleType) -> None:
     vars(pattern_matcher)["is_mutation_op"] = is_mutation_or_release
 
 
-def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
+def _free_donated_buffers(wrapper: ModuleType) -> None:
     """What Inductor may not use again it does not free either: every gradient would be held to the end of the backward."""
     codegen = wrapper.PythonWrapperCodegen
     free = codegen.codegen_free
 
     @functools.wraps(free)
-    def free_also_given(self: Any, buffer: Any) -> None:
+    def free_donated_too(self: Any, buffer: Any) -> None:
         from torch._inductor.virtualized import V
 
         order, name = _orders.get(V.graph), buffer.get_name()
@@ -228,7 +228,7 @@ def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
         self.freed.add(name)
         self.writeline(wrapper.FreeLine(self, buffer))
 
-    codegen.codegen_free = free_also_given
+    codegen.codegen_free = free_donated_too
 
 
 def _register_lowerings(lowering: ModuleType) -> None:
@@ -263,4 +263,4 @@ after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
 after_import("torch._inductor.pattern_matcher", _releases_end_regions)
 after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
 after_import("torch._inductor.lowering", _register_lowerings)
-after_import("torch._inductor.codegen.wrapper", _let_go_of_what_was_given)
+after_import("torch._inductor.codegen.wrapper", _free_donated_buffers)

@@ -108,7 +108,7 @@ def mark_params(graphs: Iterable[fx.GraphModule], names: dict[str, str]) -> None
                 node.meta["deepcompile_param"] = names.get(shard.name, shard.name)
 
 
-def give_gradients(graph: fx.Graph) -> None:
+def donate_gradients(graph: fx.Graph) -> None:
     """Tells each reduction whose gradient nothing else in the graph reads that it may keep it instead of a copy."""
     for node in graph.nodes:
         if node.target is REDUCE and _is_only_read_by(node.args[0], node):

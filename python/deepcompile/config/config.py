@@ -192,16 +192,16 @@ def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
 def _from_mapping(cls: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     kinds = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
-    for given, value in values.items():
-        if not isinstance(given, str):
-            raise ConfigError(f"config key {given!r}{' in ' + repr('.'.join(path)) if path else ''} is not a string")
-        key = SYNONYMS.get((*path, given), given)
+    for written, value in values.items():
+        if not isinstance(written, str):
+            raise ConfigError(f"config key {written!r}{' in ' + repr('.'.join(path)) if path else ''} is not a string")
+        key = SYNONYMS.get((*path, written), written)
         place = (*path, key)
         if place == ("zero_optimization", "leaf_modules"):
             value = leaf_names(value)
         if key in kinds:
             if key in found:
-                raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{given}'")
+                raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{written}'")
             found[key] = _convert(kinds[key], value, place)
         elif place in UNSUPPORTED:
             if not switched_off(place, value):
@@ -354,12 +354,12 @@ def accumulation_steps(config: Config, world: int) -> int:
             raise ConfigError(f"config key 'train_batch_size' is {batch}, which {world} ranks cannot share evenly")
         return steps
     known = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    given = {key: value for key, value in known.items() if value is not None}
-    product = math.prod(given.values()) * world
-    if batch % product or (len(given) == 2 and batch != product):
-        factors = " x ".join(f"{key} ({value})" for key, value in given.items())
+    chosen = {key: value for key, value in known.items() if value is not None}
+    product = math.prod(chosen.values()) * world
+    if batch % product or (len(chosen) == 2 and batch != product):
+        factors = " x ".join(f"{key} ({value})" for key, value in chosen.items())
         raise ConfigError(
             f"config key 'train_batch_size' is {batch}, which is not {factors} x {world} ranks"
-            f"{' = ' + str(product) if len(given) == 2 else ' times a whole number'}"
+            f"{' = ' + str(product) if len(chosen) == 2 else ' times a whole number'}"
         )
     return steps or batch // product

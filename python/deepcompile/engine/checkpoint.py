@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _LATEST = "latest"
-_FACTS = "facts.pt"
+_METADATA_FILE = "facts.pt"
 
 
 class CheckpointError(RuntimeError):
@@ -102,10 +102,10 @@ def save_checkpoint(
         tensors |= {f"optimizer/{sharded.name}/{slot}": flat.of(sharded, value) for slot, value in large.items()}
         numbers = {slot: value for slot, value in state.items() if slot not in large}
         states |= {sharded.name: numbers} if numbers else {}
-    facts = io.BytesIO()
+    metadata = io.BytesIO()
     try:
         if sharding.rank == 0:
-            torch.save(_facts(engine, progress, states, client_state), facts)
+            torch.save(_metadata(engine, progress, states, client_state), metadata)
     except Exception as error:  # of what cannot be pickled: the others are told before they wait for rank 0's files
         sharding.transfers.fail(error)
         raise
@@ -116,7 +116,7 @@ def save_checkpoint(
     if sharding.runtime.device.type == "cuda":
         torch.save(torch.cuda.get_rng_state(sharding.runtime.device), unfinished / f"random-cuda-{sharding.rank}.pt")
     if sharding.rank == 0:
-        (unfinished / _FACTS).write_bytes(facts.getbuffer())
+        (unfinished / _METADATA_FILE).write_bytes(metadata.getbuffer())
     dist.barrier(group=sharding.group)  # every rank's files are there
     if sharding.rank == 0:
         _sync(unfinished)
@@ -127,7 +127,7 @@ def save_checkpoint(
     return str(root / name)
 
 
-def _facts(engine: Engine, progress: dict[str, Any], states: dict[str, Any], client_state: Any) -> dict[str, Any]:
+def _metadata(engine: Engine, progress: dict[str, Any], states: dict[str, Any], client_state: Any) -> dict[str, Any]:
     """What is no tensor of the model or the optimizer."""
     sharding = engine.sharding
     return {
@@ -206,7 +206,8 @@ def _remove_old(root: pathlib.Path, name: str, keep: int | None) -> None:
     if keep is None:
         return
     others = sorted(
-        (p.parent for p in root.glob(f"*/{_FACTS}") if p.parent.name != name), key=lambda path: path.stat().st_mtime_ns
+        (p.parent for p in root.glob(f"*/{_METADATA_FILE}") if p.parent.name != name),
+        key=lambda path: path.stat().st_mtime_ns,
     )
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path)
@@ -218,8 +219,8 @@ def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> 
         if not (root / _LATEST).is_file():
             raise CheckpointError(f"{root} holds no checkpoint: there is no file '{_LATEST}' in it")
         name = (root / _LATEST).read_text().strip()
-    if not (root / name / _FACTS).is_file():
-        there = ", ".join(sorted(path.parent.name for path in root.glob(f"*/{_FACTS}"))) or "none"
+    if not (root / name / _METADATA_FILE).is_file():
+        there = ", ".join(sorted(path.parent.name for path in root.glob(f"*/{_METADATA_FILE}"))) or "none"
         raise CheckpointError(f"there is no checkpoint '{name}' in {root}; there are: {there}")
     return root / name
 
@@ -227,27 +228,27 @@ def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> 
 def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | None) -> tuple[str, Any]:
     sharding = engine.sharding
     path = find_checkpoint(folder, tag)
-    facts = _read_facts(path)
-    _check_model(sharding, facts, path)
+    metadata = _read_metadata(path)
+    _check_model(sharding, metadata, path)
     if engine.optimizer is not None:
-        _load_groups(engine, facts["optimizer"]["groups"], path)
+        _load_groups(engine, metadata["optimizer"]["groups"], path)
     flat = _Flat(sharding)
-    metadata = _tensors_in(path)
+    tensor_metadata = _tensors_in(path)
     wanted: dict[str, torch.Tensor] = {f"model/{s.name}": s.param for s in sharding.params}
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
-    tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
+    tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in tensor_metadata}
     if engine.optimizer is not None:
         on_host = {"device": "cpu", "pin_memory": sharding.runtime.device.type == "cuda"}
         place: dict[str, Any] = {} if engine.offload is None else on_host
         groups = (g for g in engine.optimizer.param_groups if g.get("fused") or g.get("capturable"))
-        large = _large_states(metadata)
+        large = _large_states(tensor_metadata)
         counted_there = {param for group in groups for param in group["params"]}
         for sharded in sharding.params:
             engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
-            slots, numbers = large.get(sharded.name, {}), facts["optimizer"]["states"].get(sharded.name, {})
+            slots, numbers = large.get(sharded.name, {}), metadata["optimizer"]["states"].get(sharded.name, {})
             state = engine.optimizer.state[sharded.param] if slots or numbers else {}
             for slot, key in slots.items():
-                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, **place)
+                value = torch.zeros_like(sharded.param.detach(), dtype=tensor_metadata[key].properties.dtype, **place)
                 state[slot] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
             state.update(_placed(numbers, sharded.param.device, sharded.param in counted_there))
@@ -259,14 +260,14 @@ def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | N
         for sharded in sharding.params:
             sharded.param.add_(0)  # a new version: what was gathered is out of date
     sharding.runtime.clear_all_gathered_params()
-    engine.load_progress(facts["engine"])
+    engine.load_progress(metadata["engine"])
     random = path / f"random-{sharding.rank}.pt"
-    if facts["world"] == sharding.world and random.is_file():
+    if metadata["world"] == sharding.world and random.is_file():
         torch.set_rng_state(torch.load(random))
         on_device = path / f"random-cuda-{sharding.rank}.pt"
         if sharding.runtime.device.type == "cuda" and on_device.is_file():
             torch.cuda.set_rng_state(torch.load(on_device, map_location="cpu"), sharding.runtime.device)
-    return str(path), facts["client"]
+    return str(path), metadata["client"]
 
 
 def _fill(tensor: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -286,12 +287,12 @@ def _placed(states: Mapping[str, Any], device: torch.device, counts_there: bool)
     return {slot: value.to(device) if moves(slot, value) else value for slot, value in states.items()}
 
 
-def _read_facts(path: pathlib.Path) -> dict[str, Any]:
+def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
     # Tensors in it are small, and saved from the device of rank 0.
-    facts: dict[str, Any] = torch.load(path / _FACTS, weights_only=False, map_location="cpu")
-    if facts.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is of format {facts.get('format')}; this version reads format {_FORMAT}")
-    return facts
+    metadata: dict[str, Any] = torch.load(path / _METADATA_FILE, weights_only=False, map_location="cpu")
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is of format {metadata.get('format')}; this version reads format {_FORMAT}")
+    return metadata
 
 
 def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
@@ -310,8 +311,8 @@ def _large_states(metadata: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _check_model(sharding: Sharding, facts: dict[str, Any], path: pathlib.Path) -> None:
-    saved = {name: shape for name, (shape, _) in facts["params"].items()}
+def _check_model(sharding: Sharding, metadata: dict[str, Any], path: pathlib.Path) -> None:
+    saved = {name: shape for name, (shape, _) in metadata["params"].items()}
     own = {s.name: tuple(s.full_shape) for s in sharding.params}
     for name in (*own, *saved):
         if saved.get(name) != own.get(name):
@@ -337,18 +338,18 @@ def _load_groups(engine: Engine, groups: list[dict[str, Any]], path: pathlib.Pat
 def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str], name: str | None = None) -> int:
     """Writes the whole parameters of a checkpoint as one safetensors file, without any process group. Their number."""
     path = find_checkpoint(folder, name)
-    facts = _read_facts(path)
-    metadata = _tensors_in(path)
+    metadata = _read_metadata(path)
+    tensor_metadata = _tensors_in(path)
     tensors = {
         key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in metadata.items()
+        for key, value in tensor_metadata.items()
         if key.startswith(("model/", "buffer/"))
     }
     with _quietly():
         load(tensors, checkpoint_id=path, no_dist=True)
     result = {
-        tied: tensors[f"model/{param}"].reshape(facts["params"][param][0]).to(facts["params"][param][1])
-        for tied, param in facts["ties"].items()
+        tied: tensors[f"model/{param}"].reshape(metadata["params"][param][0]).to(metadata["params"][param][1])
+        for tied, param in metadata["ties"].items()
     }
     result |= {key.removeprefix("buffer/"): value for key, value in tensors.items() if key.startswith("buffer/")}
     save_safetensors(result, out)

@@ -24,12 +24,12 @@ from deepcompile.engine.joint_profile import JointProfile
 from deepcompile.engine.loss_scale import LossScale
 from deepcompile.engine.report import StepTimes, explain
 from deepcompile.engine.schedule_state import ScheduleState
-from deepcompile.engine.zero_grad import hear_zero_grad
+from deepcompile.engine.zero_grad import watch_zero_grad
 from deepcompile.planning.profile import Profile
 from deepcompile.planning.report import Explanation
 from deepcompile.runtime.step_trace import TraceFile
 from deepcompile.sharding import fused_adam
-from deepcompile.sharding.sharded_modules import trains_otherwise
+from deepcompile.sharding.sharded_modules import force_guard_check
 from deepcompile.sharding.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.sharding.state_offload import StateOffload
 
@@ -47,7 +47,7 @@ class Engine(EngineSurface):
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.sharding: Sharding = sharding_of(model)
-        hear_zero_grad(self)
+        watch_zero_grad(self)
         self.loss_scale = LossScale(config.fp16)
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0
@@ -59,14 +59,16 @@ class Engine(EngineSurface):
         self._awaits_step = False
         self._trains: bool | None = None  # anything at all, at the last forward
         self._in_step = False  # from the first forward to the update
-        self._said_skip = False
-        self._said_discard = False
+        self._warned_of_skip = False
+        self._warned_of_discard = False
         #: While the device may still skip the last update, which the schedule has counted.
         self._schedule_before: ScheduleState | None = None
         # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
         on_cpu = self.sharding.runtime.device.type == "cpu"
-        self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
-        if self.sharding.lets_gradients_go:
+        self.sharding.frees_gradients = not self.sharding.single_rank and (
+            not on_cpu or config.memory_budget == "least"
+        )
+        if self.sharding.frees_gradients:
             self.sharding.runtime.let_gradients_go()
         #: Moves the optimizer's states; None where they stay.
         self.offload: StateOffload | None = None
@@ -97,7 +99,7 @@ class Engine(EngineSurface):
             fullgraph=options.fullgraph,
             options={"guard_filter_fn": keep_guards},
         )
-        if self.sharding.whole:  # nothing to plan
+        if self.sharding.single_rank:  # nothing to plan
             return
         self._make_planner()
         self.profile = Profile(self.sharding, options.profile_steps)
@@ -114,7 +116,7 @@ class Engine(EngineSurface):
         trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
         if trains != self._trains:  # what changes within a step of this engine, update_trainable sees
             for sharded in self.sharding.params if self._trains is not None else ():
-                trains_otherwise(sharded)
+                force_guard_check(sharded)
             self._trains = trains
         training = torch.is_grad_enabled() and trains
         if training:
@@ -229,9 +231,9 @@ class Engine(EngineSurface):
 
     def _begin_step(self) -> None:
         if self._micro_steps == 0:  # also after a forward that nobody took a backward of
-            self._look_at_trained()
+            self._update_trainable()
         else:
-            self._refuse_others_trained()
+            self._refuse_changed_trainable()
         if not self._in_step:  # the first of its forwards
             self._in_step = True
             self.sharding.steps_begun += 1
@@ -242,7 +244,7 @@ class Engine(EngineSurface):
             if self._trace_file is not None:
                 self._trace_file.begin(self.sharding.runtime)
 
-    def _refuse_others_trained(self) -> None:
+    def _refuse_changed_trainable(self) -> None:
         names = self.sharding.changed_trainable()
         if names:
             raise RuntimeError(
@@ -251,7 +253,7 @@ class Engine(EngineSurface):
                 "change it after engine.step() has updated, or throw the accumulation away first (engine.zero_grad())"
             )
 
-    def _look_at_trained(self) -> None:
+    def _update_trainable(self) -> None:
         changed = self.sharding.update_trainable()
         if changed and self.sharding.rank == 0:
             _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
@@ -290,9 +292,9 @@ class Engine(EngineSurface):
         self.skipped_steps += 1
         if late:
             self.steps -= 1  # it was counted before its gradients were known
-        if self._said_skip:
+        if self._warned_of_skip:
             return
-        self._said_skip = True
+        self._warned_of_skip = True
         names = [s.name for s in self.sharding.params if s.param.grad is not None and not s.param.grad.isfinite().all()]
         where = f"; on this rank in {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
         _log.warning(
@@ -322,8 +324,8 @@ class Engine(EngineSurface):
         found = [sharded for sharded in self.sharding.params if sharded.param in cleared]
         if not found:
             return
-        if not self._said_discard and self.sharding.rank == 0:
-            self._said_discard = True
+        if not self._warned_of_discard and self.sharding.rank == 0:
+            self._warned_of_discard = True
             _log.warning(
                 "zero_grad() was called after %d of %d micro-batches of an accumulation and throws their gradients away. "
                 "Said once. engine.step() clears gradients by itself: leave zero_grad() out where this is not meant",
@@ -351,7 +353,7 @@ class Engine(EngineSurface):
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for param in group["params"]:
                 param.grad = None
-        if self.sharding.lets_gradients_go:
+        if self.sharding.frees_gradients:
             self.sharding.runtime.let_gradients_go()
 
     @property

@@ -100,7 +100,7 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if options.mode == "replay":
         why = engine.profile.why_not or "the first iterations are being recorded"
         return [("replay", f"nothing is active, parameters are gathered on demand: {why}")]
-    if engine.sharding.whole:
+    if engine.sharding.single_rank:
         return [
             ("compiled", f"by {options.backend}, without a plan: one rank has every parameter, nothing is gathered")
         ]

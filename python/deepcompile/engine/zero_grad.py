@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def hear_zero_grad(engine: Engine) -> None:
+def watch_zero_grad(engine: Engine) -> None:
     """From now on the engine is told when an optimizer or a module clears gradients."""
     _wrap_zero_grad()
     _engines.add(engine)

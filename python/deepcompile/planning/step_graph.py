@@ -16,7 +16,7 @@ from deepcompile.compiler.step_outline import Saved
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamFacts:
+class ParamMetadata:
     """What the planner has to know of a parameter besides what the graph shows."""
 
     shard_bytes: int
@@ -41,7 +41,7 @@ def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
 def step_graph(
     name: str,
     graphs: Mapping[str, Segments],
-    facts: Mapping[str, ParamFacts],
+    metadata: Mapping[str, ParamMetadata],
     world: int,
     seconds: Mapping[str, list[float]],
     saved: Sequence[Saved],
@@ -59,25 +59,27 @@ def step_graph(
     """
     builder = planner.StepGraphBuilder(name, world=world)
     shown = {param.name: param for segments in graphs.values() for param in segments.params.values()}
-    stays = {param for param in shown if facts[param].stays} | set(kept)
+    stays = {param for param in shown if metadata[param].stays} | set(kept)
     backward = graphs[BACKWARD].segments if BACKWARD in graphs else []
     made = {grad for segment in backward for grad in segment.grads}
-    updated = [param for param in shown if param in made and facts[param].grad_bytes]
+    updated = [param for param in shown if param in made and metadata[param].grad_bytes]
     late = set(updated) if late_gradients else set()
     params: dict[str, int] = {}
-    for param, facts_of in ((param, facts[param]) for param in shown):
-        trained = facts_of.grad_bytes > 0
+    for param, own in ((param, metadata[param]) for param in shown):
+        trained = own.grad_bytes > 0
         params[param] = builder.param(
             param,
             bytes=shown[param].bytes,
-            shard=facts_of.shard_bytes,
-            grad=facts_of.grad_bytes,
-            accum=0 if not trained or param in late else facts_of.sum_bytes,
-            state=facts_of.state_bytes if trained else 0,
+            shard=own.shard_bytes,
+            grad=own.grad_bytes,
+            accum=0 if not trained or param in late else own.sum_bytes,
+            state=own.state_bytes if trained else 0,
             persistent=param in stays,
             frozen=not trained,
         )
-    sums = {p: builder.buffer(f"gradient:{p}", bytes=facts[p].sum_bytes, gradient=True) for p in updated if p in late}
+    sums = {
+        p: builder.buffer(f"gradient:{p}", bytes=metadata[p].sum_bytes, gradient=True) for p in updated if p in late
+    }
     # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
     to_come, reduced = set(sums), list[int]()
     made_in, read_in = (
@@ -93,7 +95,7 @@ def step_graph(
         ]
         for phase, segments in graphs.items():
             for index, segment in enumerate(segments.segments):
-                grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
+                grads = [grad for grad in segment.grads if grad in metadata and metadata[grad].grad_bytes]
                 makes = [buffers[place] for place in made_in.get(index, ())] if phase == FORWARD else []
                 reads = [buffers[place] for place in read_in.get(index, ())] if phase == BACKWARD else []
                 builder.node(
@@ -102,7 +104,7 @@ def step_graph(
                     time=_nanoseconds(seconds[phase][index]),
                     block=index,
                     micro=micro,
-                    workspace=_workspace(segment, grads, facts),
+                    workspace=_workspace(segment, grads, metadata),
                     uses=[params[param] for param in segment.uses],
                     grads=[params[param] for param in grads],
                     makes=makes + reduced,
@@ -111,9 +113,9 @@ def step_graph(
                 reduced = [sums[grad] for grad in grads if grad in to_come]
                 to_come -= set(grads)
     cut_up = [[param for param in piece if param in sums or param in updated] for piece in pieces] or [updated]
-    everything = sum(facts[param].shard_bytes for param in updated) or 1
+    everything = sum(metadata[param].shard_bytes for param in updated) or 1
     for index, piece in enumerate(cut_up if updated else ()):
-        share = sum(facts[param].shard_bytes for param in piece) / everything
+        share = sum(metadata[param].shard_bytes for param in piece) / everything
         is_last = index == len(cut_up) - 1  # the sums all go when all parameters are updated
         builder.node(
             f"update{index}" if len(cut_up) > 1 else "update",
@@ -127,8 +129,8 @@ def step_graph(
     return builder.build()
 
 
-def _workspace(segment: Segment, grads: Sequence[str], facts: Mapping[str, ParamFacts]) -> int:
-    return segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
+def _workspace(segment: Segment, grads: Sequence[str], metadata: Mapping[str, ParamMetadata]) -> int:
+    return segment.workspace + max((metadata[grad].cast_bytes for grad in grads), default=0)
 
 
 def _nanoseconds(seconds: float) -> int:

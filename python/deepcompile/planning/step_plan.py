@@ -15,13 +15,13 @@ import torch
 from deepcompile import plan as planner
 from deepcompile.compiler.reads import reads_of, slots_of
 from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, read_once, small_params
-from deepcompile.planning.step_graph import ParamFacts, first_nodes
+from deepcompile.planning.step_graph import ParamMetadata, first_nodes
 from deepcompile.runtime.load import _C
 from deepcompile.sharding.state_moves import Moves, Schedule, placed_moves, state_schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Take:
+class PlannedRead:
     """One gather in a graph: before which segment, and whether a copy is kept for a later graph."""
 
     segment: int
@@ -40,7 +40,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class GraphPlan:
-    takes: tuple[Take, ...]
+    reads: tuple[PlannedRead, ...]
     launches: tuple[Launch, ...]
     #: Of the optimizer's states, each before a segment.
     moves: tuple[tuple[int, Moves], ...] = ()
@@ -120,7 +120,7 @@ def reductions_of(planned: planner.Plan) -> list[tuple[str, ...]]:
 def step_plan(
     planned: planner.Plan,
     graphs: Mapping[str, Segments],
-    facts: Mapping[str, ParamFacts],
+    metadata: Mapping[str, ParamMetadata],
     kept: frozenset[str] = frozenset(),
     pieces: int = 0,
 ) -> StepPlan:
@@ -128,15 +128,15 @@ def step_plan(
     move; 0 where they do not.
     """
     gathers, first = placed_gathers(planned, graphs), first_nodes(graphs)
-    takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
+    reads: dict[str, list[PlannedRead]] = {phase: [] for phase in graphs}
     uses = {phase: _uses_of(segments) for phase, segments in graphs.items()}
     for phase, segments in graphs.items():
         for param in segments.params:
             used = uses[phase].get(param)
             if not used:
                 continue
-            if facts[param].stays or param in kept:
-                takes[phase].append(Take(used[0], param, True, used[-1]))
+            if metadata[param].stays or param in kept:
+                reads[phase].append(PlannedRead(used[0], param, True, used[-1]))
                 continue
             base = first[phase]
             for begin, end in gathers.intervals.get(param, [[0, gathers.nodes]]):
@@ -145,10 +145,10 @@ def step_plan(
                     later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
                     keep = later and param in uses[BACKWARD]
                     # One that came from the forward is there already; nothing is waited for.
-                    takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
+                    reads[phase].append(PlannedRead(0 if begin < base else inside[0], param, keep, inside[-1]))
     moves: list[Moves] = []
     if pieces:
-        moves = placed_moves(planned, [facts[param].id for param in planned.graph.params])
+        moves = placed_moves(planned, [metadata[param].id for param in planned.graph.params])
     result = {}
     for phase, segments in graphs.items():
         base = first[phase]
@@ -158,7 +158,7 @@ def step_plan(
             for where, params in gathers.launches
             if base <= where < base + len(segments.segments) and params
         ]
-        together = _taken_together(takes[phase], own)
+        together = _read_together(reads[phase], own)
         result[phase] = GraphPlan(
             tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
         )
@@ -178,43 +178,43 @@ def _uses_of(segments: Segments) -> dict[str, list[int]]:
     return found
 
 
-def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
+def _read_together(reads: list[PlannedRead], launches: list[Launch]) -> list[PlannedRead]:
     """Parameters of one collective arrive together: waiting for the first is waiting for all, and each place at which a
     graph waits keeps Inductor from fusing across it.
     """
-    moved = {id(take): take for take in takes}
-    takes_of: dict[str, list[Take]] = {}
-    for take in takes:
-        takes_of.setdefault(take.param, []).append(take)
+    moved = {id(read): read for read in reads}
+    reads_of_param: dict[str, list[PlannedRead]] = {}
+    for read in reads:
+        reads_of_param.setdefault(read.param, []).append(read)
     again: dict[str, int] = {}  # parameter -> where it is gathered next, behind the launch at hand
     for launch in reversed(launches):
         members = []
         for param in launch.params:
             limit = again.get(param, math.inf)
-            mine = (take for take in takes_of.get(param, ()) if launch.segment <= take.segment < limit)
+            mine = (read for read in reads_of_param.get(param, ()) if launch.segment <= read.segment < limit)
             members += list(itertools.islice(mine, 1))
         again |= dict.fromkeys(launch.params, launch.segment)
         if members:
-            first = min(take.segment for take in members)
-            for take in members:
-                moved[id(take)] = dataclasses.replace(take, segment=first)
-    return sorted(moved.values(), key=lambda take: take.segment)
+            first = min(read.segment for read in members)
+            for read in members:
+                moved[id(read)] = dataclasses.replace(read, segment=first)
+    return sorted(moved.values(), key=lambda read: read.segment)
 
 
-def _worthwhile(launches: list[Launch], takes: list[Take]) -> list[Launch]:
-    """Without those whose one parameter is taken right there: the take starts it itself."""
-    at = {(take.segment, take.param) for take in takes}
+def _worthwhile(launches: list[Launch], reads: list[PlannedRead]) -> list[Launch]:
+    """Without those whose one parameter is taken right there: the read starts it itself."""
+    at = {(read.segment, read.param) for read in reads}
     return [one for one in launches if len(one.params) > 1 or (one.segment, one.params[0]) not in at]
 
 
-def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
+def without_keeping(plan: StepPlan, metadata: Mapping[str, ParamMetadata]) -> StepPlan:
     """The same, but each graph gathers for itself, except what stays whatever the plan."""
 
-    def changed(take: Take) -> Take:
-        return dataclasses.replace(take, keep=facts[take.param].stays)
+    def changed(read: PlannedRead) -> PlannedRead:
+        return dataclasses.replace(read, keep=metadata[read.param].stays)
 
     graphs = {
-        phase: dataclasses.replace(graph, takes=tuple(changed(take) for take in graph.takes))
+        phase: dataclasses.replace(graph, reads=tuple(changed(read) for read in graph.reads))
         for phase, graph in plan.graphs.items()
     }
     return dataclasses.replace(plan, graphs=graphs, kept=frozenset())
@@ -245,29 +245,29 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
             gathers.append([key(param) for param in launches.popleft().params if param not in small])
         while all_moves and all_moves[0][0] <= segment:
             moves.append(all_moves.popleft()[1])
-        leave, free, fetch = (
-            tuple(state for one in moves for state in getattr(one, name)) for name in ("leave", "free", "fetch")
+        offload, free, reload = (
+            tuple(state for one in moves for state in getattr(one, name)) for name in ("offload", "free", "reload")
         )
-        return [together for together in gathers if together], (leave, free, fetch)
+        return [together for together in gathers if together], (offload, free, reload)
 
     gathers, moves = until(0)
     at_once = [key(read.param) for read in reads if read.param in small]
     events: list[ScheduledEvent] = [
         ((-1, torch.float32, "graph", backward), False, [at_once, *gathers] if at_once else gathers, moves)
     ]
-    takes_of: dict[str, list[Take]] = {}
-    for take in graph_plan.takes:
-        takes_of.setdefault(take.param, []).append(take)
+    reads_of_param: dict[str, list[PlannedRead]] = {}
+    for planned in graph_plan.reads:
+        reads_of_param.setdefault(planned.param, []).append(planned)
     segments_of: dict[str, deque[int]] = {}  # parameter -> where its reads are that have no event yet
     for read in reads:
         segments_of.setdefault(read.param, deque()).append(read.segment)
     for read in reads:
-        takes, later = takes_of.get(read.param, []), segments_of[read.param]
+        planned_reads, later = reads_of_param.get(read.param, []), segments_of[read.param]
         later.popleft()
         if read.param in once:  # the graph holds it to its last use
-            keep = bool(takes) and takes[-1].keep
+            keep = bool(planned_reads) and planned_reads[-1].keep
         else:
-            taken = next((one for one in takes if one.segment <= read.segment <= one.last), None)
-            keep = taken is not None and (taken.keep if not later or later[0] > taken.last else True)
+            current = next((one for one in planned_reads if one.segment <= read.segment <= one.last), None)
+            keep = current is not None and (current.keep if not later or later[0] > current.last else True)
         events.append(((*key(read.param), "read", backward), keep, *until(read.segment)))
     return events

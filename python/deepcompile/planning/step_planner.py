@@ -15,7 +15,7 @@ from deepcompile.compiler.step_outline import Saved, StepOutline
 from deepcompile.config.config import LEAST
 from deepcompile.planning.available_memory import available_memory, memory_name
 from deepcompile.planning.batch_sizes import BatchSizes, over_all
-from deepcompile.planning.step_graph import ParamFacts
+from deepcompile.planning.step_graph import ParamMetadata
 from deepcompile.planning.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.agreement import Agreement
@@ -104,8 +104,8 @@ class StepPlanner:
         elif sharding.runtime.device.type == "cuda":
             sharding.runtime.limit_idle_memory(_LITTLE)
         self.use_budget(self.budget)
-        self._facts: dict[str, ParamFacts] = {}
-        self.learn_facts()
+        self._metadata: dict[str, ParamMetadata] = {}
+        self.refresh_metadata()
 
     def use_budget(self, budget: int) -> None:
         """What follows runs within ``budget``: small parameters stay gathered for a whole step only where nobody wants less
@@ -114,18 +114,18 @@ class StepPlanner:
         unbounded = self._config.memory_budget is None and budget >= self.budget
         self._sharding.runtime.gather_small_together(unbounded and self._config.compile.strategy == "auto")
 
-    def learn_facts(self) -> None:
+    def refresh_metadata(self) -> None:
         """What each parameter holds besides what graphs show; again when others are trained."""
-        self._facts = {sharded.name: self._facts_of(sharded) for sharded in self._sharding.params}
+        self._metadata = {sharded.name: self._metadata_of(sharded) for sharded in self._sharding.params}
 
-    def _facts_of(self, sharded: ShardedParam) -> ParamFacts:
+    def _metadata_of(self, sharded: ShardedParam) -> ParamMetadata:
         param, stays = sharded.param, sharded.persistent or sharded.leaf
         if not param.requires_grad:
-            return ParamFacts(param.nbytes, 0, 0, stays, id=sharded.id)
+            return ParamMetadata(param.nbytes, 0, 0, stays, id=sharded.id)
         offload = self._sharding.offload
         sums_in = self._sharding.sum_dtype(param)
         travels_in = self._config.reduce_dtype or sums_in
-        return ParamFacts(
+        return ParamMetadata(
             shard_bytes=param.nbytes,
             grad_bytes=sharded.numel * travels_in.itemsize,
             state_bytes=estimated_bytes(sharded) if offload is None else offload.bytes_planned(sharded),
@@ -135,15 +135,15 @@ class StepPlanner:
             id=sharded.id,
         )
 
-    def _facts_between_updates(self) -> dict[str, ParamFacts]:
+    def _metadata_between_updates(self) -> dict[str, ParamMetadata]:
         """For steps that train nothing: states that are on the host from update to update take no memory then."""
         offload = self._sharding.offload
         if offload is None or not offload.planned or not any(step.trains for step in self.steps.values()):
-            return self._facts
+            return self._metadata
         away = set(offload.schedule().on_host)
         return {
-            name: dataclasses.replace(fact, state_bytes=0) if fact.id in away else fact
-            for name, fact in self._facts.items()
+            name: dataclasses.replace(one, state_bytes=0) if one.id in away else one
+            for name, one in self._metadata.items()
         }
 
     def _agree_on_budget(self) -> int:
@@ -196,10 +196,10 @@ class StepPlanner:
     def _plan(self, step: Step) -> None:
         """Gives the step a plan, or the reason why there is none."""
         step.plan = None
-        if self._sharding.reads_what_it_has and step.trains:
+        if self._sharding.reads_in_place and step.trains:
             step.why_not = "one rank reads its parameters where they lie"
             return
-        unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
+        unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._metadata]
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
@@ -215,7 +215,7 @@ class StepPlanner:
         inputs = Inputs(
             step.name,
             step.graphs,
-            self._facts if step.trains else self._facts_between_updates(),
+            self._metadata if step.trains else self._metadata_between_updates(),
             self._sharding.world,
             step.seconds,
             step.saved,
@@ -223,7 +223,7 @@ class StepPlanner:
             machine if moves_states else machine.replace(offload="no"),
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
-            self._sharding.lets_gradients_go and of_all,
+            self._sharding.frees_gradients and of_all,
             tuple(tuple(sharded.name for sharded in piece) for piece in pieces),
             tuple(_bytes_on_device(pieces)) if offload is not None and not offload.planned else (),
             moves_states,
@@ -241,7 +241,7 @@ class StepPlanner:
             return
         step.why_not = ""
         if not keeps:
-            step.plan = without_keeping(step.plan, self._facts)
+            step.plan = without_keeping(step.plan, self._metadata)
         if recorded is None:
             step.plan.schedules = {
                 phase: _C.StepSchedule(graph_schedule(step.plan.graphs[phase], segments, phase))
@@ -257,7 +257,7 @@ class StepPlanner:
         assert step.recorded is not None
         graph = planner.StepGraph(graph_text, step.name)
         loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
-        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._facts), self._facts)
+        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._metadata), self._metadata)
 
     def _agree(self, step: Step, what: str, said: str) -> None:
         """All ranks plan the same, or none: where one has no plan, all run as without one."""
@@ -305,13 +305,13 @@ class StepPlanner:
         if self.holds_model(step):
             return True
         everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
-        held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
+        held = sum(one.shard_bytes + one.grad_bytes + one.state_bytes for one in self._metadata.values())
         return 2 * (everything + held) <= self.budget
 
     def holds_model(self, step: Step) -> bool:
         """True when the step's graphs read every parameter that is trained; else they are a part of a step."""
         gathered = {param for segments in step.graphs.values() for param in segments.params}
-        return gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}
+        return gathered >= {name for name, one in self._metadata.items() if one.grad_bytes}
 
     def in_several_graphs(self, calls: Iterable[CompiledCall], micro_batches: int) -> bool:
         """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
@@ -328,7 +328,7 @@ class StepPlanner:
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
         if self._sharding.offload is not None:
-            self.learn_facts()  # its states are there now
+            self.refresh_metadata()  # its states are there now
         self._agree_on_sizes(step, f"{step.name} measured", "planned from measurements")
         step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
@@ -365,7 +365,7 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
     planned = inputs.plan(micro_batches=1)
     if options.prefetch_ahead is not None:
         planned = planner.limit_prefetch(planned, options.prefetch_ahead)
-    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.facts), inputs.facts)
+    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.metadata), inputs.metadata)
 
 
 #: Reductions of recorded steps are put together until each has at least this part of all gradients: curves that were
@@ -373,13 +373,13 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
 _SMALLEST_PART = 16
 
 
-def _with_larger_reductions(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
-    every = sum(facts[name].grad_bytes for bucket in plan.reductions for name in bucket)
+def _with_larger_reductions(plan: StepPlan, metadata: Mapping[str, ParamMetadata]) -> StepPlan:
+    every = sum(metadata[name].grad_bytes for bucket in plan.reductions for name in bucket)
     larger: list[tuple[str, ...]] = []
     held: list[str] = []
     for bucket in plan.reductions:
         held += bucket
-        if _SMALLEST_PART * sum(facts[name].grad_bytes for name in held) >= every:
+        if _SMALLEST_PART * sum(metadata[name].grad_bytes for name in held) >= every:
             larger.append(tuple(held))
             held = []
     plan.reductions = (*larger, tuple(held)) if held else tuple(larger)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from deepcompile import plan as planner
 from deepcompile.compiler.segments import BACKWARD, Segments
 from deepcompile.compiler.step_outline import Saved
-from deepcompile.planning.step_graph import ParamFacts, step_graph
+from deepcompile.planning.step_graph import ParamMetadata, step_graph
 from deepcompile.planning.step_plan import StepPlan, step_plan
 
 #: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.
@@ -27,7 +27,7 @@ class Inputs:
 
     name: str
     graphs: Mapping[str, Segments]
-    facts: Mapping[str, ParamFacts]
+    metadata: Mapping[str, ParamMetadata]
     world: int
     seconds: Mapping[str, list[float]]  # of each segment, by phase
     saved: list[Saved]
@@ -47,7 +47,7 @@ class Inputs:
         graph = step_graph(
             self.name,
             self.graphs,
-            self.facts,
+            self.metadata,
             self.world,
             self.seconds,
             self.saved,
@@ -67,7 +67,7 @@ class Inputs:
     def step_plan(self, planned: planner.Plan, kept: frozenset[str] = frozenset()) -> StepPlan:
         """What each graph does by the plan of one micro-batch."""
         pieces = len(self.pieces) if self.moves_states else 0
-        return step_plan(planned, self.graphs, self.facts, kept, pieces)
+        return step_plan(planned, self.graphs, self.metadata, kept, pieces)
 
 
 def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:

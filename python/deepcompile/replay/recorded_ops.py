@@ -159,7 +159,7 @@ class RecordedOps(list[RecordedOp]):
         lines = text.splitlines()
         if not lines or lines[0] != _FORMAT:
             raise ValueError(f"{file}: not a file of recorded ops (it should begin with {_FORMAT!r})")
-        name, facts = "", {"world": 0, "stage": 0, "tail": 0}
+        name, counts = "", {"world": 0, "stage": 0, "tail": 0}
         params: list[ParamRecord] = []
         ops: list[RecordedOp] = []
         for number, line in enumerate(lines[1:], 2):
@@ -169,7 +169,7 @@ class RecordedOps(list[RecordedOp]):
                     continue
                 if words[0] == "model":
                     name = _unword(words[1])
-                    facts |= {key: int(value) for key, value in (word.split("=") for word in words[2:])}
+                    counts |= {key: int(value) for key, value in (word.split("=") for word in words[2:])}
                 elif words[0] == "param":
                     shape = () if words[2] == "scalar" else tuple(int(size) for size in words[2].split("x"))
                     flags = set(words[4:])
@@ -194,7 +194,7 @@ class RecordedOps(list[RecordedOp]):
         if not name:
             raise ValueError(f"{file}: the line that begins with 'model' is missing")
         return cls(
-            ops, model=ModelRecord(name, facts["world"], facts["stage"], tuple(params)), tail=facts["tail"] * 1e-9
+            ops, model=ModelRecord(name, counts["world"], counts["stage"], tuple(params)), tail=counts["tail"] * 1e-9
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

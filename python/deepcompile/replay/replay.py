@@ -10,7 +10,7 @@ from deepcompile.config.config import LEAST
 from deepcompile.planning.step_planner import RecordedOptions
 from deepcompile.replay import recording
 from deepcompile.replay.compiled_graph import CompiledGraph
-from deepcompile.replay.idle_graph import IdleGraph
+from deepcompile.replay.noop_replay import NoopReplay
 from deepcompile.replay.recorded_ops import RecordedOps
 from deepcompile.replay.recorded_step import cycles_of
 from deepcompile.replay.replay_planning import new_agreement, plan_cycles, require_same_reads, sharding_for
@@ -48,8 +48,8 @@ def compile(
         )
     recording.require_whole_iterations(ops)
     sharding = sharding_for(ops, model, "recorded_ops")
-    if sharding.whole:
-        return IdleGraph(sharding, ops)
+    if sharding.single_rank:
+        return NoopReplay(sharding, ops)
     budget = sharding.planner.budget if memory_budget is None else 0 if memory_budget == LEAST else memory_budget
     return plan_recorded(sharding, ops, budget, ahead)
 

@@ -34,8 +34,8 @@ class RegisteredShapes:
         self._digest = hashlib.sha256()
         self._published = False
 
-    def add(self, *facts: object) -> None:
-        self._digest.update(repr(facts).encode())
+    def add(self, *registered: object) -> None:
+        self._digest.update(repr(registered).encode())
         if self._published:  # a graph was registered before its parameters
             self.publish()
 

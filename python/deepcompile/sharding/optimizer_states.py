@@ -128,7 +128,7 @@ def with_own(optimizer: torch.optim.Optimizer, packed: dict[str, Any], shardings
             "deepcompile.full_optimizer_state_dict(model, optimizer), or use engine.save_checkpoint and load_checkpoint"
         )
 
-    members = _members(optimizer, (sharding for sharding in shardings if not sharding.whole))
+    members = _members(optimizer, (sharding for sharding in shardings if not sharding.single_rank))
     return _of_each(optimizer, packed, members, own) if members and "state" in packed else packed
 
 
@@ -139,7 +139,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     def whole(sharding: Sharding, sharded: ShardedParam, slot: Any, value: torch.Tensor) -> torch.Tensor:
         own = as_plain(value)
-        if sharding.whole or own.shape != sharded.param.shape:
+        if sharding.single_rank or own.shape != sharded.param.shape:
             return own
         what = f"state '{slot}' of parameter '{sharded.name}'"
         gathered = sharding.transfers.gather(own.to(sharded.param.device), what)

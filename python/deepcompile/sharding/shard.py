@@ -73,7 +73,7 @@ def shard(
     for name, buffer in model.named_buffers():
         if buffer.numel() > 0 and group.size() > 1:
             transfers.broadcast(buffer, 0, f"buffer '{name}'")
-    if not sharding.whole:
+    if not sharding.single_rank:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
             if sharding.world > 1:
@@ -202,7 +202,7 @@ def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> 
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
         module._parameters[attribute] = param
-    if not sharding.whole:
+    if not sharding.single_rank:
         make_shard(param, sharded.name, sharded.full_shape)
     return dataclasses.replace(sharded, param=param)
 
@@ -212,7 +212,7 @@ def _kept(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch
     One rank that has everything keeps the parameter as it is.
     """
     dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
-    if sharding.whole:
+    if sharding.single_rank:
         return own.to(sharding.runtime.device, dtype).view(sharded.full_shape)
     return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
@@ -230,7 +230,7 @@ def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
     """Rank 0 sends each rank its part."""
     param = sharded.param
     whole = param.detach()
-    if sharding.whole:
+    if sharding.single_rank:
         param.data = _kept(sharded, whole.contiguous(), sharding)
         param.grad = None
         param.full_shape = sharded.full_shape  # type: ignore[attr-defined]

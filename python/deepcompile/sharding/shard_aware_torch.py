@@ -101,7 +101,7 @@ def _wrap_total_norm() -> None:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        all_tensors = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parts: list[tuple[Sharding, list[torch.Tensor]]] = []
         for sharding in open_shardings():
             addresses = {s.param.grad.data_ptr() for s in sharding.params if s.param.grad is not None}
@@ -110,7 +110,7 @@ def _wrap_total_norm() -> None:
                 parts.append((sharding, sharded))
                 rest = [tensor for tensor in rest if tensor.data_ptr() not in addresses]
         if not parts:
-            return inner(given, norm_type, error_if_nonfinite, foreach)
+            return inner(all_tensors, norm_type, error_if_nonfinite, foreach)
         total = inner(rest, norm_type, False, foreach) if rest else None
         with torch.no_grad():
             for sharding, sharded in parts:
@@ -223,8 +223,8 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(param, "full_shape") and param.requires_grad and param.numel() > 0
     }
     for sharding in open_shardings() if others else ():
-        model = sharding.living_model
-        for name, param in model.named_parameters() if model is not None and not sharding.whole else ():
+        model = sharding.model_or_none
+        for name, param in model.named_parameters() if model is not None and not sharding.single_rank else ():
             if param in others:
                 raise RuntimeError(
                     f"parameter '{name}' was added to {type(model).__name__} after it was sharded, and each rank would "

@@ -90,13 +90,13 @@ class ShardData(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [value for value in _tensors((args, kwargs)) if isinstance(value, ShardData)]
+        parts = [value for value in _tensors((args, kwargs)) if isinstance(value, ShardData)]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            torch.autograd.graph.increment_version([value.parameter for value in given])
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: _marked(value, given), result)
+            torch.autograd.graph.increment_version([value.parameter for value in parts])
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: _marked(value, parts), result)
 
 
 #: Besides functions whose names end with an underscore.
@@ -124,10 +124,10 @@ _WRITES = (
 )
 
 
-def _marked(value: torch.Tensor, given: list[ShardData]) -> torch.Tensor:
-    """A view of what was given tells of changes, too."""
+def _marked(value: torch.Tensor, sources: list[ShardData]) -> torch.Tensor:
+    """A view of one of `sources` shares its memory, so writes to the view count as changes of the parameter, too."""
     memory = value.untyped_storage().data_ptr()
-    source = next((one for one in given if one.untyped_storage().data_ptr() == memory), None)
+    source = next((one for one in sources if one.untyped_storage().data_ptr() == memory), None)
     if source is None or memory == 0:
         return value
     view = value if isinstance(value, ShardData) else value.as_subclass(ShardData)

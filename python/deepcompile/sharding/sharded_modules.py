@@ -30,7 +30,7 @@ class _Read:
     dtype: torch.dtype
     keep: bool
     #: The parameter is there as a whole, in another dtype than it is read in.
-    whole: bool
+    single_rank: bool
     #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
     serial: int
 
@@ -64,7 +64,7 @@ def _property(read: _Read) -> property:
         assert parameter is not None
         return parameter.to(dtype)
 
-    if read.whole:
+    if read.single_rank:
         return property(cast)
 
     def gather(module: nn.Module) -> torch.Tensor:
@@ -76,8 +76,8 @@ def _property(read: _Read) -> property:
     return property(gather)
 
 
-def _some_getter(whole: bool = False) -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, whole, 0)).fget
+def _some_getter(single_rank: bool = False) -> Callable[..., Any]:
+    getter = _property(_Read("weight", 0, (), torch.float32, False, single_rank, 0)).fget
     assert getter is not None
     return getter
 
@@ -95,7 +95,7 @@ def _gathers_all(shards: list[Any], dtypes: list[torch.dtype], graph: int) -> Ca
 EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard, _gathers_all([], [], 0))
 
 #: The code of all properties.
-GETTERS = (_some_getter().__code__, _some_getter(whole=True).__code__)
+GETTERS = (_some_getter().__code__, _some_getter(single_rank=True).__code__)
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:
@@ -226,7 +226,7 @@ def install(sharding: Sharding) -> None:
                 tuple(sharded.full_shape),
                 sharded.read_dtype,
                 keep,
-                sharding.whole,
+                sharding.single_rank,
                 sharding.serial,
             )
             reads.setdefault(module, []).append((sharded, read))
@@ -235,13 +235,13 @@ def install(sharding: Sharding) -> None:
             module.sparse = False  # gradients are reduced dense
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
         # What one rank has as a whole is read as it is.
-        through = [read for s, read in entries if not read.whole or read.dtype != s.param.dtype]
+        through = [read for s, read in entries if not read.single_rank or read.dtype != s.param.dtype]
         if through:
             module.__class__ = _class_of(type(module), tuple(through))
     _install_leaf_hooks(sharding)
 
 
-def trains_otherwise(sharded: ShardedParam) -> None:
+def force_guard_check(sharded: ShardedParam) -> None:
     """Of a parameter after ``requires_grad_``. PyTorch 2.11 takes compiled code that was made before for right as long as
     nobody has written to the dictionaries of its modules, and ``requires_grad_`` writes to none: one write makes it look.
     """
@@ -318,7 +318,7 @@ class _Slicer:
 def _install_leaf_hooks(sharding: Sharding) -> None:
     """A leaf module gathers all its parameters at entry, in one collective, on every rank alike."""
     wanted = set(sharding.config.zero_optimization.leaf_modules)
-    if not wanted or sharding.whole:
+    if not wanted or sharding.single_rank:
         return
     by_parameter = sharding.by_parameter()
     for path, module in sharding.model.named_modules():

@@ -99,9 +99,9 @@ class Sharding:
             device=_device_of(model, group),
         )
         #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
-        self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
+        self.single_rank = self.world == 1 and not config.zero_optimization.gather_at_one_rank
         #: Whether memory for gradients is taken when they come, and goes with the update: an engine's choice.
-        self.lets_gradients_go = False
+        self.frees_gradients = False
         #: Moves an optimizer's states to the host and back: an engine's choice, for which the planner plans.
         self.offload: StateOffload | None = None
         self.params: list[ShardedParam] = []
@@ -114,7 +114,7 @@ class Sharding:
         self._planner: Any = None
 
     @property
-    def living_model(self) -> nn.Module | None:
+    def model_or_none(self) -> nn.Module | None:
         """None when nobody holds it any more, although parts of it may live on."""
         return self._model()
 
@@ -138,7 +138,7 @@ class Sharding:
         return self._planner is not None
 
     @property
-    def reads_what_it_has(self) -> bool:
+    def reads_in_place(self) -> bool:
         """True in the steps of an engine on one rank: a gather is the parameter itself, and there is nothing to plan."""
         in_place = os.environ.get("DEEPCOMPILE_READ_IN_PLACE", "auto") != "off"
         return self.world == 1 and self.steps_begun > 0 and in_place and self.config.compile.mode == "compile"
@@ -164,7 +164,7 @@ class Sharding:
             self.runtime.register_z3_param(
                 sharded.id,
                 sharded.full_shape,
-                sharded.flat if self.whole else sharded.param,  # on which the runtime puts the gradient
+                sharded.flat if self.single_rank else sharded.param,  # on which the runtime puts the gradient
                 self._gradient_buffer(sharded.param),
                 sharded.persistent,
                 name=sharded.name,
@@ -179,7 +179,7 @@ class Sharding:
             _shardings[module] = self
 
     def _refuse_direct_gradients(self) -> None:
-        for sharded in self.params if not self.whole else ():
+        for sharded in self.params if not self.single_rank else ():
             if sharded.param.requires_grad and sharded.id not in self._refusing:
                 self._refusing.add(sharded.id)
                 refuse_direct_gradient(sharded.param, sharded.name, f"rank {self.rank} of {self.world}")
@@ -188,7 +188,7 @@ class Sharding:
         """Where the gradient of this rank's part goes; None for a frozen parameter. Sums over several backwards are in 32
         bits; a single gradient needs no more than PyTorch gives it.
         """
-        if not param.requires_grad or self.whole:
+        if not param.requires_grad or self.single_rank:
             return None
         return torch.zeros_like(param, dtype=self.sum_dtype(param), requires_grad=False)
 
@@ -213,25 +213,25 @@ class Sharding:
             param = sharded.param
             if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"parameter '{sharded.name}' of dtype {param.dtype} requires a gradient")
-            if not self.whole:
+            if not self.single_rank:
                 self.runtime.set_grad_buffer(
                     sharded.id, self._gradient_buffer(param), reduce_dtype=self.config.reduce_dtype
                 )
             param.grad = None
-            sharded_modules.trains_otherwise(sharded)
+            sharded_modules.force_guard_check(sharded)
         if not changed:
             return []
         self._trained = [sharded.param.requires_grad for sharded in self.params]
         self._refuse_direct_gradients()
         if self._planner is not None:
-            self._planner.learn_facts()
+            self._planner.refresh_metadata()
         return [sharded.name for sharded in changed]
 
     def gather(self, sharded: ShardedParam, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
         Every rank calls it.
         """
-        if self.whole:
+        if self.single_rank:
             return sharded.param.detach().to(dtype or sharded.param.dtype, copy=True)
         with torch.no_grad(), self.runtime.outside_step():
             whole: torch.Tensor = torch.ops.dc.gather_shard(

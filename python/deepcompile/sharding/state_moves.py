@@ -12,12 +12,12 @@ from deepcompile import plan as planner
 class Moves:
     """What happens to states at one point, in this order, by the ids of their parameters."""
 
-    leave: tuple[int, ...] = ()  # start to
-    free: tuple[int, ...] = ()  # are gone from here on
-    fetch: tuple[int, ...] = ()  # start to return
+    offload: tuple[int, ...] = ()  # start D2H
+    free: tuple[int, ...] = ()  # free the device copy
+    reload: tuple[int, ...] = ()  # start H2D
 
     def __bool__(self) -> bool:
-        return bool(self.leave or self.free or self.fetch)
+        return bool(self.offload or self.free or self.reload)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Schedule:
     planned: bool = False
 
 
-def everything(pieces: Sequence[tuple[int, ...]]) -> Schedule:
+def offload_all(pieces: Sequence[tuple[int, ...]]) -> Schedule:
     """Each piece arrives while the one before it is updated, and leaves while the one behind it is."""
     count = len(pieces)
 
@@ -49,7 +49,9 @@ def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
     """What the plan does to the optimizer's states before each node, and behind the last. ``ids``: by which the runtime
     knows the graph's parameters.
     """
-    found: list[dict[str, list[int]]] = [{"leave": [], "free": [], "fetch": []} for _ in range(len(planned.graph) + 1)]
+    found: list[dict[str, list[int]]] = [
+        {"offload": [], "free": [], "reload": []} for _ in range(len(planned.graph) + 1)
+    ]
     leaving: dict[int | None, list[int]] = {}  # by operation
     following = 0
     for kind, node, operation, items in planned.instructions:  # only what computes has a node
@@ -58,9 +60,9 @@ def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
             following = node + 1
         elif kind == "offload":
             leaving[operation] = states
-            found[following]["leave"] += states
+            found[following]["offload"] += states
         elif kind == "reload":
-            found[following]["fetch"] += states
+            found[following]["reload"] += states
         elif kind == "wait":
             found[following]["free"] += leaving.pop(operation, [])
     return [Moves(**{name: tuple(ids) for name, ids in moves.items()}) for moves in found]
@@ -70,8 +72,8 @@ def state_schedule(moves: Sequence[Moves], updates: Sequence[Moves]) -> Schedule
     """``moves``: of the whole step, in order; ``updates``: those of them that are around the update."""
     first: dict[int, str] = {}
     for one in moves:
-        for name in ("leave", "fetch"):
+        for name in ("offload", "reload"):
             for state in getattr(one, name):
                 first.setdefault(state, name)
-    on_host = tuple(state for state, name in first.items() if name == "fetch")
+    on_host = tuple(state for state, name in first.items() if name == "reload")
     return Schedule(tuple(updates), on_host, frozenset(first), planned=True)

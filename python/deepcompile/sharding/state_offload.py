@@ -20,7 +20,7 @@ import torch
 from deepcompile.config.config import Config
 from deepcompile.sharding import fused_adam
 from deepcompile.sharding.sharding import ShardedParam, Sharding
-from deepcompile.sharding.state_moves import Moves, Schedule, everything
+from deepcompile.sharding.state_moves import Moves, Schedule, offload_all
 
 #: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
 #: what saturates the way to the host.
@@ -55,15 +55,15 @@ class StateOffload:
         self._sharding = sharding
         self._states = sharding.runtime.states
         #: The planner decides, as long as it has a plan; otherwise all states move.
-        self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
+        self.planned = config.compile.mode == "compile" and not sharding.single_rank and not config.offloads_all_states
         self._members = sharding.by_parameter()
-        self._settles: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._follow(optimizer)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Its states are those that move, also where an engine was given another optimizer."""
-        if optimizer not in self._settles:
-            self._settles.add(optimizer)
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
             optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
         self._optimizer = optimizer
         #: What is updated together, in the order of the updates: the same on all ranks.
@@ -109,7 +109,7 @@ class StateOffload:
     def skip(self) -> None:
         """In place of an update: who is on the host from update to update goes there."""
         home = self.schedule().on_host
-        self._move(Moves(leave=home, free=home))
+        self._move(Moves(offload=home, free=home))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()``, and what moves around it."""
@@ -141,7 +141,7 @@ class StateOffload:
 
     def _move(self, moves: Moves) -> None:
         if moves:
-            self._states.move(list(moves.leave), list(moves.free), list(moves.fetch))
+            self._states.move(list(moves.offload), list(moves.free), list(moves.reload))
 
     def schedule(self) -> Schedule:
         if self.planned:
@@ -149,7 +149,7 @@ class StateOffload:
             found: Schedule | None = step.plan.states if step is not None and step.plan is not None else None
             if found is not None and len(found.updates) == len(self.pieces) + 1:
                 return found
-        return everything([tuple(sharded.id for sharded in piece) for piece in self.pieces])
+        return offload_all([tuple(sharded.id for sharded in piece) for piece in self.pieces])
 
     def words(self) -> str:
         """For the engine's explanation."""
@@ -182,11 +182,11 @@ def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]
 @contextlib.contextmanager
 def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[None]:
     """The optimizer's groups have these parameters alone."""
-    everything_ = [group["params"] for group in optimizer.param_groups]
+    all_params = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, part, strict=True):
             group["params"] = params
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, everything_, strict=True):
+        for group, params in zip(optimizer.param_groups, all_params, strict=True):
             group["params"] = params

@@ -54,8 +54,8 @@ class StateShard(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        origin = next(value.origin for value in given if isinstance(value, StateShard))
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        origin = next(value.origin for value in tensors if isinstance(value, StateShard))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -67,7 +67,7 @@ class StateShard(torch.Tensor):
 
         def marked(value: torch.Tensor) -> torch.Tensor:
             # Not what was written to in place, nor a norm or a sum.
-            is_new = type(value) is torch.Tensor and not any(value is one for one in given)
+            is_new = type(value) is torch.Tensor and not any(value is one for one in tensors)
             return _mark(value, origin) if is_new and value.dim() > 0 else value
 
         return tree_map_only(torch.Tensor, marked, result)

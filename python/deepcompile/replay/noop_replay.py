@@ -12,7 +12,7 @@ from deepcompile.replay.recorded_ops import RecordedOps
 from deepcompile.sharding.sharding import Sharding
 
 
-class IdleGraph(CompiledGraph):
+class NoopReplay(CompiledGraph):
     """Of one rank, which holds whole parameters: there is nothing to gather, so nothing to plan. The same program runs."""
 
     def __init__(self, sharding: Sharding, ops: RecordedOps) -> None:
