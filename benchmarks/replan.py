@@ -10,13 +10,14 @@ import sys
 import time
 
 import torch
-from deepcompile._load import _C
-from deepcompile.segments import GatheredParam, Segment, Segments
-from deepcompile.step_graph import BACKWARD, FORWARD, ParamFacts, Saved, step_graph
-from deepcompile.step_plan import graph_schedule, step_plan
 from report import Report, arguments
 
 from deepcompile import plan as planner
+from deepcompile.compiler.segments import BACKWARD, FORWARD, GatheredParam, Segment, Segments
+from deepcompile.compiler.step_outline import Saved
+from deepcompile.planning.step_graph import ParamMetadata, step_graph
+from deepcompile.planning.step_plan import graph_schedule, step_plan
+from deepcompile.runtime.load import _C
 
 WORLD = 2
 SHAPES = [(1024, 1024)] * 4 + [(2816, 1024)] * 2 + [(1024, 2816)]
@@ -33,7 +34,9 @@ def replan(reads: int, machine: planner.Machine, free: float) -> dict[str, float
         BACKWARD: Segments(params, [Segment(None, [name], [name], workspace=2 << 20) for name in names[::-1]], {}),
     }
     facts = {
-        name: ParamFacts(param.bytes // WORLD, param.bytes, 6 * param.bytes // WORLD, False, 2 * param.bytes // WORLD)
+        name: ParamMetadata(
+            param.bytes // WORLD, param.bytes, 6 * param.bytes // WORLD, False, 2 * param.bytes // WORLD
+        )
         for name, param in params.items()
     }
     seconds = {
