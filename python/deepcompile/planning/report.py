@@ -1,4 +1,4 @@
-"""Plans in words and numbers: one line after planning, rows of a table, a trace for Perfetto."""
+"""Plans in words and numbers: one line after planning, and rows of a table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Explanation:
 
 
 def step_rows(step: Step) -> list[tuple[str, str]]:
-    """What the plan of a step is and what it is predicted to give."""
+    """Rows about the plan of a step and its predictions."""
     assert step.plan is not None
     planned = step.plan.planned
     source = "measured times" if step.measured else "estimated times"
@@ -62,7 +62,7 @@ def step_rows(step: Step) -> list[tuple[str, str]]:
 
 
 def predicted_exposed(step: Step) -> float:
-    """What the step takes beyond its compute, in seconds. Where a collective stops compute, the planner counts it there."""
+    """Predicted seconds of the step beyond its compute. (The step time includes collectives that stop compute.)"""
     assert step.plan is not None
     micro_batch = sum(sum(seconds) for seconds in step.seconds.values())
     compute = micro_batch * step.plan.micro_batches + step.update_seconds

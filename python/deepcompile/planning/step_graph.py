@@ -1,7 +1,7 @@
-"""From cut graphs to the planner's step graph: its parameters, what is saved, its nodes, and the pieces of the update.
+"""Builds the planner's step graph from cut graphs: parameters, saved values, nodes, and the pieces of the update.
 
-The nodes of a step graph are numbered in the order of the program: the segments of the forward, those of the backward,
-micro-batch by micro-batch, and then the pieces of the update. What reads a plan goes by these numbers; names are for people.
+The nodes of a step graph are numbered in program order: for each micro-batch the segments of the forward and those of the
+backward, then the pieces of the update. Code that reads a plan uses these numbers; node names are for messages only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from deepcompile.compiler.step_outline import Saved
 
 @dataclasses.dataclass(frozen=True)
 class ParamMetadata:
-    """What the planner has to know of a parameter besides what the graph shows."""
+    """What the planner needs of a parameter besides what the graph contains."""
 
     shard_bytes: int
-    grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
+    grad_bytes: int  # of the whole gradient, in the dtype in which it is reduced; 0: frozen
     state_bytes: int  # of the optimizer's state on this rank
     stays: bool  # gathered from update to update, whatever the plan
-    sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
-    cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
-    id: int = -1  # by which the runtime knows it
+    sum_bytes: int = 0  # of this rank's gradient buffer
+    cast_bytes: int = 0  # of the gradient before the cast, if it must be cast to be reduced; else 0
+    id: int = -1  # the runtime's
 
 
 def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
@@ -54,8 +54,8 @@ def step_graph(
     piece_workspace: Sequence[int] = (),
 ) -> planner.StepGraph:
     """``seconds``: of each segment, by phase; ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
-    all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
-    update; ``pieces``: parameters that are updated together, where they are not all, with the bytes that each needs beside.
+    all the time; ``late_gradients``: gradient buffers are allocated in the first backward and freed by the update;
+    ``pieces``: the parameters of each piece of the update (empty: one piece); ``piece_workspace``: the bytes of each piece.
     """
     builder = planner.StepGraphBuilder(name, world=world)
     shown = {param.name: param for segments in graphs.values() for param in segments.params.values()}
@@ -80,7 +80,7 @@ def step_graph(
     sums = {
         p: builder.buffer(f"gradient:{p}", bytes=metadata[p].sum_bytes, gradient=True) for p in updated if p in late
     }
-    # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
+    # A gradient is reduced when its node has run, so its buffer is allocated from the next node on.
     to_come, reduced = set(sums), list[int]()
     made_in, read_in = (
         defaultdict[int, list[int]](list),
@@ -116,7 +116,7 @@ def step_graph(
     everything = sum(metadata[param].shard_bytes for param in updated) or 1
     for index, piece in enumerate(cut_up if updated else ()):
         share = sum(metadata[param].shard_bytes for param in piece) / everything
-        is_last = index == len(cut_up) - 1  # the sums all go when all parameters are updated
+        is_last = index == len(cut_up) - 1  # gradient buffers are freed when all parameters are updated
         builder.node(
             f"update{index}" if len(cut_up) > 1 else "update",
             phase="update",

@@ -1,5 +1,5 @@
-"""From the planner's plan of a step to what each compiled graph gathers, keeps and starts when, and to the schedule by which
-it runs. The graphs themselves know no plan: they are compiled once, with their reads in a fixed order.
+"""Turns the planner's plan of a step into a plan for each compiled graph, and that into the schedule that the runtime
+follows. The graphs themselves do not depend on the plan: they are compiled once, with their reads in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deepcompile.sharding.state_moves import Moves, Schedule, placed_moves, stat
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRead:
-    """One gather in a graph: before which segment, and whether a copy is kept for a later graph."""
+    """One stretch in which a graph reads a gathered copy, and whether the copy is kept for a later graph."""
 
-    segment: int
+    segment: int  # the copy is needed before it
     param: str
     keep: bool
-    last: int  # the last segment that reads what it returns
+    last: int  # the last segment that reads the copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +48,12 @@ class GraphPlan:
 
 @dataclasses.dataclass
 class StepPlan:
-    """What all graphs of one step do, with the plan it came from."""
+    """What all graphs of one step do, and the plan that this was derived from."""
 
     graphs: dict[str, GraphPlan]  # by phase
     planned: planner.Plan  # of the whole step, all micro-batches
-    #: Of one micro-batch, beside which what is kept from one to the next stays: what the graphs do. The same as
-    #: ``planned`` where there is no accumulation.
+    #: The plan of one micro-batch, given the parameters that stay over all micro-batches (``kept``); the graphs follow this
+    #: one. The same as ``planned`` without accumulation.
     micro: planner.Plan
     micro_batches: int = 1  # of ``planned``
     #: Gathered once in a step and kept for all its micro-batches.
@@ -61,9 +61,9 @@ class StepPlan:
     #: Gradients that are reduced together, in the order of the reductions.
     reductions: tuple[tuple[str, ...], ...] = ()
     reductions_in_flight: int = 2  # at most, at any time
-    #: Of the optimizer's states; None where the plan does not know where they are.
+    #: Of the optimizer's states; None if the plan does not cover them.
     states: Schedule | None = None
-    #: By which the compiled graphs run, by phase.
+    #: The schedules of the compiled graphs, by phase.
     schedules: dict[str, _C.StepSchedule] = dataclasses.field(default_factory=dict)
 
     @property
@@ -73,9 +73,9 @@ class StepPlan:
 
 @dataclasses.dataclass
 class Gathers:
-    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes, and its reductions in their order."""
+    """A plan's gathers by node number, and its reductions in order. Only the nodes of segments count, not the update's."""
 
-    #: The node before which each is started, with its parameters.
+    #: For each fused gather the node before which it starts, and its parameters.
     launches: list[tuple[int, tuple[str, ...]]]
     #: For each parameter the stretches [from, to) of nodes in which it is gathered.
     intervals: dict[str, list[list[int]]]
@@ -103,7 +103,7 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
                 found.intervals[names[index]][-1][1] = following
         elif kind == "reduce":
             found.reductions.append(tuple(names[index] for _, index in items))
-            # The caller waits, if it must, when it has started the next.
+            # (The runtime waits for an earlier reduction only after it has started the next one.)
             found.reductions_in_flight = max(found.reductions_in_flight, len(under_way))
             under_way.add(operation)
         elif kind == "wait":
@@ -112,7 +112,7 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
 
 
 def reductions_of(planned: planner.Plan) -> list[tuple[str, ...]]:
-    """The parameters whose gradients each reduction of the plan takes, in its order."""
+    """The parameters of each reduction of the plan, in the plan's order."""
     names = planned.graph.params
     return [tuple(names[index] for _, index in items) for kind, _, _, items in planned.instructions if kind == "reduce"]
 
@@ -124,9 +124,7 @@ def step_plan(
     kept: frozenset[str] = frozenset(),
     pieces: int = 0,
 ) -> StepPlan:
-    """Reads the plan of one micro-batch as what each graph does. ``pieces`` of an update around which the optimizer's states
-    move; 0 where they do not.
-    """
+    """Splits the plan of one micro-batch by graph. ``pieces``: of the update, if the plan moves optimizer states; else 0."""
     gathers, first = placed_gathers(planned, graphs), first_nodes(graphs)
     reads: dict[str, list[PlannedRead]] = {phase: [] for phase in graphs}
     uses = {phase: _uses_of(segments) for phase, segments in graphs.items()}
@@ -144,7 +142,7 @@ def step_plan(
                 if inside:
                     later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
                     keep = later and param in uses[BACKWARD]
-                    # One that came from the forward is there already; nothing is waited for.
+                    # A copy that the forward kept is there from the beginning.
                     reads[phase].append(PlannedRead(0 if begin < base else inside[0], param, keep, inside[-1]))
     moves: list[Moves] = []
     if pieces:
@@ -179,14 +177,14 @@ def _uses_of(segments: Segments) -> dict[str, list[int]]:
 
 
 def _read_together(reads: list[PlannedRead], launches: list[Launch]) -> list[PlannedRead]:
-    """Parameters of one collective arrive together: waiting for the first is waiting for all, and each place at which a
-    graph waits keeps Inductor from fusing across it.
+    """Moves reads up so that all parameters of one fused gather are read before the same segment. They arrive together
+    anyway.
     """
     moved = {id(read): read for read in reads}
     reads_of_param: dict[str, list[PlannedRead]] = {}
     for read in reads:
         reads_of_param.setdefault(read.param, []).append(read)
-    again: dict[str, int] = {}  # parameter -> where it is gathered next, behind the launch at hand
+    again: dict[str, int] = {}  # parameter -> the segment of its next launch after the current one
     for launch in reversed(launches):
         members = []
         for param in launch.params:
@@ -202,13 +200,13 @@ def _read_together(reads: list[PlannedRead], launches: list[Launch]) -> list[Pla
 
 
 def _worthwhile(launches: list[Launch], reads: list[PlannedRead]) -> list[Launch]:
-    """Without those whose one parameter is taken right there: the read starts it itself."""
+    """``launches`` without those of one parameter that is read at the same place: the read itself gathers it."""
     at = {(read.segment, read.param) for read in reads}
     return [one for one in launches if len(one.params) > 1 or (one.segment, one.params[0]) not in at]
 
 
 def without_keeping(plan: StepPlan, metadata: Mapping[str, ParamMetadata]) -> StepPlan:
-    """The same, but each graph gathers for itself, except what stays whatever the plan."""
+    """The plan without copies kept from graph to graph, except parameters that stay gathered anyway."""
 
     def changed(read: PlannedRead) -> PlannedRead:
         return dataclasses.replace(read, keep=metadata[read.param].stays)
@@ -226,7 +224,7 @@ ScheduledEvent = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]]
 
 
 def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> list[ScheduledEvent]:
-    """What the runtime does at each event of a compiled graph: at its beginning, and at each of its reads."""
+    """What the runtime does at each event of a compiled graph. Its events are its beginning and its reads."""
     reads, slots = reads_of(segments), {param: slot for slot, param in enumerate(slots_of(segments))}
     small = small_params(segments.params.values())
     once = small | read_once(segments.segments)
@@ -237,8 +235,8 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
         return slots[param], segments.params[param].dtype
 
     def until(segment: int) -> tuple[list[list[Key]], _StateMoves]:
-        """What the plan has up to the beginning of ``segment`` and no earlier event does: a segment that reads nothing has
-        no event.
+        """The gathers and moves planned up to ``segment`` that no earlier event has. (A segment without reads has no event,
+        so the next event does what is planned there.)
         """
         gathers, moves = [], []
         while launches and launches[0].segment <= segment:

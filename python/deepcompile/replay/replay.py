@@ -25,13 +25,13 @@ def compile(
     memory_budget: int | Literal["least"] | None = None,
     model: nn.Module | None = None,
 ) -> CompiledGraph:
-    """Plans what was recorded, proves the plan, and agrees on it with all ranks. Every rank calls it, with its own
-    ``recorded_ops`` (:func:`deepcompile.get_recorded_ops` when None).
+    """Plans the recorded iteration, verifies the plan, and agrees on it with all ranks. Every rank calls it, with its own
+    ``recorded_ops`` (default: :func:`deepcompile.get_recorded_ops`).
 
-    ``zero_stage``: must be the recorded one. ``prefetch_ahead``: how many layers (modules with parameters of their own)
-    ahead of its use a gather may start at most; ``"auto"``: as the planner likes. ``memory_budget``: bytes of a rank for
-    parameters, gradients and optimizer states, or ``"least"`` for what they need in any case; what the host has free when
-    None.
+    ``zero_stage``: if set, must be the recorded one. ``prefetch_ahead``: at most how many layers (modules with parameters of
+    their own) ahead of its use a gather may start; ``"auto"``: the planner decides. ``memory_budget``: bytes of a rank for
+    parameters, gradients and optimizer states; ``"least"``: the least that they need; None: as configured, by default the
+    free memory.
     """
     ops = recording.get_recorded_ops() if recorded_ops is None else recorded_ops
     if not isinstance(ops, RecordedOps):
@@ -57,7 +57,7 @@ def compile(
 def plan_recorded(
     sharding: Sharding, ops: RecordedOps, budget: int, ahead: int | None = None, *, compiled: bool = False
 ) -> CompiledGraph:
-    """Plans and agrees. ``compiled``: the operations are those of compiled graphs. Every rank calls it."""
+    """Plans a recorded iteration and agrees on the plan. ``compiled``: it ran in compiled graphs. Every rank calls it."""
     agreement = new_agreement(sharding)
     cycles = cycles_of(ops)
     require_same_reads(sharding, cycles)

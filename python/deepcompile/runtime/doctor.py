@@ -37,7 +37,7 @@ def _shared_memory() -> str:
 
 
 def report_lines() -> dict[str, str]:
-    """Each line of the command, by its name."""
+    """The lines of the report, by name."""
     return {
         "deepcompile": __version__,
         "Python": platform.python_version(),
