@@ -137,7 +137,7 @@ def measure(name: str, config: dict[str, Any] | None, layers: int, rank: int, fo
     more = meter.blocks(now=False) - blocks
     # The process also holds what is no tensor: what it holds of tensors is known better than measured.
     # Gradients that are let go with the update come and go within the step.
-    stay = engine is not None and not engine.sharding.lets_gradients_go
+    stay = engine is not None and not engine.sharding.frees_gradients
     found: dict[str, Any] = {
         "held": parameters * (4 if stay else 3) // RANKS,
         "idle": 0,

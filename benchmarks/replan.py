@@ -15,7 +15,7 @@ from report import Report, arguments
 from deepcompile import plan as planner
 from deepcompile.compiler.segments import BACKWARD, FORWARD, GatheredParam, Segment, Segments
 from deepcompile.compiler.step_outline import Saved
-from deepcompile.planning.step_graph import ParamFacts, step_graph
+from deepcompile.planning.step_graph import ParamMetadata, step_graph
 from deepcompile.planning.step_plan import graph_schedule, step_plan
 from deepcompile.runtime.load import _C
 
@@ -34,7 +34,9 @@ def replan(reads: int, machine: planner.Machine, free: float) -> dict[str, float
         BACKWARD: Segments(params, [Segment(None, [name], [name], workspace=2 << 20) for name in names[::-1]], {}),
     }
     facts = {
-        name: ParamFacts(param.bytes // WORLD, param.bytes, 6 * param.bytes // WORLD, False, 2 * param.bytes // WORLD)
+        name: ParamMetadata(
+            param.bytes // WORLD, param.bytes, 6 * param.bytes // WORLD, False, 2 * param.bytes // WORLD
+        )
         for name, param in params.items()
     }
     seconds = {

@@ -71,7 +71,7 @@ class Runtime:
         store: Store,
     ) -> None: ...
     def sum_over_ranks(self, tensor: torch.Tensor) -> None:
-        """Sums ``tensor``, in place, over the ranks; on a device without stopping the host. Every rank calls it."""
+        """Sums ``tensor`` over the ranks, in place; on a device the host does not block. Every rank calls it."""
     def register_param(
         self,
         ds_id: int,
@@ -84,7 +84,8 @@ class Runtime:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """Registers a whole parameter for ZeRO-1 or 2. ``grad_buffer`` receives elements ``[offset, offset + its numel)``
-        of the flattened averaged gradient; an empty one owns nothing. Where no rank owns anything the parameter is frozen.
+        of the flattened averaged gradient; with an empty one this rank owns nothing. If no rank owns anything, the
+        parameter is frozen.
         """
     def register_z3_param(
         self,
@@ -101,57 +102,56 @@ class Runtime:
     def register_graph_z2(self, graph_id: int, ds_ids: Sequence[int]) -> None: ...
     def register_graph_z3(self, graph_id: int, ds_ids: Sequence[int], *, reduce_at_update: bool = False) -> None: ...
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory for a shard: where gathers move it with the fewest copies (over shared memory, in the heap
-        that the ranks share). Shards that lie elsewhere travel as well.
+        """Uninitialised memory for a shard, where gathers need the fewest copies (over shared memory: in the shared heap).
+        Shards in other memory work, too.
         """
     def set_persistent(self, ds_id: int) -> None:
-        """Keeps the gathered parameter when it is released. What is gathered already stays as it is."""
+        """Marks the parameter persistent: a release no longer frees its copy. Does not change existing copies."""
     def set_grad_buffer(
         self, ds_id: int, grad_buffer: torch.Tensor | None, reduce_dtype: torch.dtype | None = None
     ) -> None:
-        """Between steps: a frozen ZeRO-3 parameter is trained from now on, or (None) a trained one is frozen. The ranks
-        agree on it at the next ``start_forward``.
+        """Makes a frozen ZeRO-3 parameter trainable or, with None, freezes a trainable one. Called between steps; the ranks
+        compare at the next ``start_forward``.
         """
     def plan_reductions(self, graph_id: int, buckets: Sequence[Sequence[int]], in_flight: int) -> None:
-        """Reduces the gradients of each list together, as soon as its last one is there; the rest by the bucket size. A
-        reduction beyond ``in_flight`` waits for the oldest, whose gradients then go. The same on all ranks, between
-        backwards.
+        """Sets which gradients are reduced together: those of each list as soon as its last one has come, all others by the
+        bucket size. When more than ``in_flight`` reductions run, the caller waits for the oldest and frees its gradients.
+        Called between backwards, with the same arguments on all ranks.
         """
     def limit_idle_memory(self, bytes: int) -> None:
-        """So much memory of gathered parameters is kept for the next ones while nobody uses it. What is beyond is given back
-        at once, for whatever else needs some meanwhile. By default it is as much as was in use at once; in the backwards of
-        a device 16 MiB at most, whatever was said here.
+        """Limits the idle memory that the pool keeps for later gathers; memory above the limit is freed at once. By default
+        the pool keeps as much as was in use at once. In backwards on a device the limit is at most 16 MiB.
         """
     def reset_gathered_peak(self) -> None:
-        """``stats()["gathered_bytes_peak"]`` counts from now on, and with it the memory that is kept for gathers."""
+        """Restarts the count of ``stats()["gathered_bytes_peak"]``, and of the peak up to which the pool keeps memory."""
     def start_forward(self) -> None: ...
     @staticmethod
     def refuse_direct_gradients(shard: torch.Tensor, message: str) -> None: ...
     def hold_shards(self, hold: bool) -> None:
-        """No rank changes a shard from here until the backward before an update ends (or ``hold_shards(False)``), so
-        parameters may be read where their shards lie and need not be copied. All ranks, before each forward for which it
-        holds, after ``start_forward``.
+        """The program's promise that no rank changes a shard from here until the backward before an update ends (or
+        ``hold_shards(False)``), so that parameters may be read in place instead of copied. Every rank calls it after
+        ``start_forward``, in each forward for which the promise holds.
         """
     def end_reads(self) -> None:
-        """Shards may change when this returns: every rank has done with what it read of them in place. All ranks."""
+        """Returns when every rank has finished its reads in place; then shards may change. Every rank calls it."""
     def discard_gradients(self, ds_ids: Sequence[int]) -> None:
-        """Between backwards: what was accumulated of these parameters since the last update is thrown away. ``shard.grad``
-        is the caller's to clear. Every rank calls it.
+        """Discards the gradients accumulated since the last update; the caller must clear ``shard.grad`` itself. Every rank
+        calls it, between backwards.
         """
     def set_outside_step(self, outside: bool) -> None: ...
     def timeout(self) -> float:
-        """Seconds that a wait may take now."""
+        """The deadline of a wait that begins now, in seconds."""
     def let_gradients_go(self) -> None:
-        """After an update, when ``grad`` of the shards is None: gradient buffers take no memory until the next backward."""
+        """Frees the memory of gradient buffers until the next backward. Called after an update, when ``grad`` is None."""
     def gather_small_together(self, together: bool) -> None:
-        """Within a known step (:meth:`hold_shards`) small parameters that cannot be read in place are gathered at its first
-        gather, in one collective, and stay to its end. The same on all ranks, between steps.
+        """In steps with :meth:`hold_shards`, gathers all small parameters that cannot be read in place together, at the
+        step's first gather, and keeps them to its end. Called between steps, the same on all ranks.
         """
     def end_forward(self) -> None: ...
     def start_backward(self, update: bool, settle_later: bool = False) -> None:
-        """``update`` says that an optimizer step follows this backward. With ``settle_later`` one that no update follows
-        ends without a wait for its reductions: gradient buffers must not be read before :meth:`settle`, the next backward
-        or a read of ``shard.grad``, which wait. The same on all ranks.
+        """``update``: an optimizer step follows this backward. ``settle_later``: if none follows, the backward ends without
+        waiting for its reductions. They are waited for by :meth:`settle`, by the next backward and by reads of
+        ``shard.grad``; gradient buffers must not be read before. The same on all ranks.
         """
     def settle(self) -> None:
         """Waits for the reductions that backwards have left running."""
@@ -160,22 +160,22 @@ class Runtime:
     def is_profiling(self) -> bool: ...
     def reset(self) -> None: ...
     def invalidate_gathered_param(self, ds_id: int) -> None:
-        """The next gather of the parameter travels again, persistent or not."""
+        """Makes the parameter's copies stale, so that its next read gathers again, persistent or not."""
     def clear_all_gathered_params(self) -> None: ...
     @property
     def states(self) -> StateOffload:
-        """An optimizer's states, between the device and the host."""
+        """Moves an optimizer's states between the device and the host."""
     @property
     def trace(self) -> StepTrace:
-        """The log of what happens; ``TraceReader`` reads it."""
+        """The log of events and collectives, which ``TraceReader`` reads."""
     @property
     def host_is_apart(self) -> bool:
-        """Whether what moves to the host leaves the device's memory."""
+        """Whether moving states to the host frees memory of the device."""
     def close(self) -> None: ...
     def stats(self) -> dict[str, Any]:
-        """What this rank did, in numbers (docs/runtime.md lists them)."""
+        """This rank's counters (docs/runtime.md lists them)."""
     def wait_seconds(self) -> float:
-        """Of :meth:`stats`: how long the host was blocked in waits so far."""
+        """Total seconds that waits have blocked the host, as in :meth:`stats`."""
 
 class StepTrace:
     def start(self, releases: bool = False) -> int: ...

@@ -11,7 +11,7 @@ from deepcompile.engine.checkpoint import CheckpointError, consolidate
 from deepcompile.plan.__main__ import main as planner
 from deepcompile.runtime import doctor
 
-#: Commands of the planner, which reads its own arguments: what they are, for the list of commands.
+#: Commands that the planner parses itself, with their help texts.
 _PLANNER = {
     "plan": "plan a step graph that is written in a file",
     "simulate": "predict the step of a known model on a described machine",
@@ -19,7 +19,7 @@ _PLANNER = {
 
 
 def _program() -> str:
-    """How the user has called this: the installed command, or the module, which is all that there is in a source tree."""
+    """The program's name for help texts: ``deepcompile`` if installed, ``python -m deepcompile`` in a source tree."""
     called = pathlib.Path(sys.argv[0]).name
     return called if called == "deepcompile" else "python -m deepcompile"
 

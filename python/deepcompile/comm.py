@@ -59,11 +59,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialises torch.distributed where it is not yet, and :func:`inference_all_reduce` beside it. Every rank calls it.
+    """Initialises torch.distributed unless the program has, and :func:`inference_all_reduce`. Every rank calls it.
 
-    ``rank`` and ``world_size`` default to what the launcher has put into the environment, without a launcher to a world of
-    one; ``dist_backend`` to gloo, with NCCL for the GPUs that there are. ``config`` is accepted for the sake of DeepSpeed's
-    callers.
+    ``rank`` and ``world_size`` default to the launcher's environment, or to a world of one without a launcher;
+    ``dist_backend`` defaults to gloo, with NCCL for CUDA tensors if there are GPUs. ``config`` is ignored; DeepSpeed's
+    callers pass it.
     """
     if not dist.is_initialized():
         if dist_init_required is False:
@@ -83,14 +83,16 @@ def init_distributed(
         _log.info("inference_all_reduce goes through the process group: %s", apart)
 
 
-#: Native (src/bindings/inference_call.cpp): a short tensor is summed in less time than a call through torch.ops takes.
+#: Native (src/bindings/inference_call.cpp), because summing a short tensor takes less time than a call through torch.ops.
 inference_all_reduce = _C.inference_all_reduce
 
 
 def _by_operator(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The calls of inference_all_reduce that its native code leaves to the operator, or that the operator cannot serve."""
-    whole = group is None or group is dist.group.WORLD
-    if not whole or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
+    """The fallback of inference_all_reduce's native code: runs the operator, or, if the operator does not support the
+    group, the reduction or the device, torch.distributed's all_reduce.
+    """
+    default_group = group is None or group is dist.group.WORLD
+    if not default_group or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
         return tensor
     if not inference.connected() and dist.is_initialized():
@@ -100,7 +102,7 @@ def _by_operator(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup 
 
 
 def _traced(tensor: torch.Tensor, op: Any = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """What torch.compile sees of a call of inference_all_reduce."""
+    """What torch.compile traces in place of inference_all_reduce, which is native."""
     if group is not None or (op is not None and op != ReduceOp.SUM) or not tensor.is_cpu:
         all_reduce(tensor, ReduceOp.SUM if op is None else op, group)
         return tensor
@@ -119,14 +121,16 @@ after_import("torch._dynamo", _teach_dynamo)
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As torch.distributed's, and also for groups of the backend ``shm``, which torch.distributed refuses."""
+    """torch.distributed's ``monitored_barrier``, extended to groups of the backend ``shm``, which torch.distributed's
+    own refuses.
+    """
     if dist.get_backend(group) != "shm":
         dist.monitored_barrier(group, timeout, wait_all_ranks)
         return
-    whole = group if group is not None else dist.group.WORLD
-    assert whole is not None
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None
     limit = timeout if timeout is not None else dist.default_pg_timeout
-    whole.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+    chosen.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
 
 
 def uses_shared_memory() -> bool:
@@ -135,7 +139,7 @@ def uses_shared_memory() -> bool:
 
 
 def get_local_rank() -> int:
-    """As the launcher has set LOCAL_RANK; 0 where it has not."""
+    """The launcher's LOCAL_RANK; 0 if it is not set."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -141,15 +141,16 @@ def stats() -> dict[str, Any]:
 def initialize(size: int, rank: int) -> None:
     """Sets up ``torch.ops.deepspeed.inference_all_reduce`` over ``size`` ranks. A collective: every rank calls it, once.
 
-    Through the process group where one exists, else through a store of its own at ``MASTER_ADDR`` and ``MASTER_PORT``, for
-    the ``LOCAL_SIZE`` ranks of one host. That they share it is proven; ranks that do not are served by the process group.
+    The ranks meet through the process group if there is one, else through a store at ``MASTER_ADDR`` and ``MASTER_PORT``,
+    for the ``LOCAL_SIZE`` ranks of one host. A handshake proves that the ranks share a host; if they do not, the process
+    group does the all-reduce.
     """
     inference.initialize(size, rank)
 
 
 @atexit.register
 def _cleanup_all() -> None:
-    """Before the interpreter takes the process groups apart."""
+    """Closes runtimes at exit, before the interpreter destroys the process groups that they use."""
     cleanup()
     for runtime in list(open_runtimes):
         runtime.cleanup()

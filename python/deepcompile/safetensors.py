@@ -27,7 +27,7 @@ _LARGEST_HEADER = 100_000_000
 
 
 def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
-    """Complete or not there: written beside ``path`` and moved to it."""
+    """Writes the file under a temporary name and renames it, so that ``path`` never holds half a file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -72,10 +72,10 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{os.fspath(path)}: tensor '{name}' ({entry['dtype']} {entry['shape']}) is damaged or unknown"
             )
-        whole = torch.empty(entry["shape"], dtype=dtype, device="cpu")
+        tensor = torch.empty(entry["shape"], dtype=dtype, device="cpu")
         if end > begin:
-            whole = torch.frombuffer(data[begin:end], dtype=dtype).reshape(entry["shape"])
-        found[name] = whole
+            tensor = torch.frombuffer(data[begin:end], dtype=dtype).reshape(entry["shape"])
+        found[name] = tensor
     return found
 
 

@@ -1,5 +1,5 @@
-"""Tensors in memory that the ranks of one host share. Collectives of the backend ``shm`` on them need no copy in between;
-otherwise they are ordinary CPU tensors, and live as long as somebody holds them.
+"""Tensors in memory that the ranks of one host share. Collectives of the backend ``shm`` read and write them directly,
+without staging. Otherwise they are ordinary CPU tensors, freed with the last reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _sizes(size: tuple[int | Sequence[int], ...]) -> list[int]:
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Uninitialised, like :func:`torch.empty`. An error says so where the system has not enough shared memory."""
+    """Uninitialised, like :func:`torch.empty`. Raises an error if the system has not enough shared memory."""
     return _C.empty_shared(_sizes(size), dtype or torch.get_default_dtype())
 
 
@@ -32,7 +32,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def trim() -> None:
-    """Gives the shared memory of tensors that are gone back to the system. Otherwise it is kept for later ones."""
+    """Returns the shared memory of freed tensors to the system. Without this call it is kept for later tensors."""
     _C.trim_shared()
 
 

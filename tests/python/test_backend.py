@@ -81,7 +81,7 @@ def plans(rank: int, world: int, budget: int | None, strategy: str) -> dict:
         "losses": losses,
         "kept bytes": kept_bytes,
         "predicted": step.plan.planned.peak_bytes,
-        "kept": sum(take.keep for take in graphs["forward"].takes),
+        "kept": sum(read.keep for read in graphs["forward"].reads),
         "launches": len(graphs["forward"].launches) + len(graphs["backward"].launches),
         "gathers": engine.stats()["collectives"]["all_gather"],
         "measured": step.measured,

@@ -87,10 +87,10 @@ def trains(rank: int, world: int, budget: int | str | None, backend: str, size: 
         "idle": engine.stats()["buffer_bytes_idle"],
     }
     if step.plan is not None:
-        facts = engine.sharding.planner._facts.values()
-        held = sum(fact.shard_bytes + fact.state_bytes for fact in facts)
-        if not engine.sharding.lets_gradients_go:
-            held += sum(fact.sum_bytes for fact in facts)
+        metadata = engine.sharding.planner._metadata.values()
+        held = sum(one.shard_bytes + one.state_bytes for one in metadata)
+        if not engine.sharding.frees_gradients:
+            held += sum(one.sum_bytes for one in metadata)
         found["planned"] = gathered_as_planned(step.plan.planned, sizes)
         found["budget"] = step.plan.planned.budget
         found["predicted"] = step.plan.planned.peak_bytes - held

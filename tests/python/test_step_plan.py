@@ -28,8 +28,8 @@ from deepcompile.compiler.segments import (
 )
 from deepcompile.compiler.step_outline import Saved
 from deepcompile.planning.profile import measured_machine, segment_seconds
-from deepcompile.planning.step_graph import ParamFacts, step_graph
-from deepcompile.planning.step_plan import GraphPlan, Launch, Take, graph_schedule, step_plan
+from deepcompile.planning.step_graph import ParamMetadata, step_graph
+from deepcompile.planning.step_plan import GraphPlan, Launch, PlannedRead, graph_schedule, step_plan
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.load import _C
 from deepcompile.sharding.sharding import sharding_of
@@ -113,9 +113,14 @@ def schedules(rank: int, world: int) -> None:
         key = (-1, fp32, "graph") if name == "begin" else (slots.index(name), fp32, "read")
         return ((*key, False), keep, gathers, moves)
 
-    moves = Moves(leave=(1,), free=(2,))
+    moves = Moves(offload=(1,), free=(2,))
     again = GraphPlan(
-        takes=(Take(1, "wa", False, 1), Take(1, "norm", True, 1), Take(2, "wb", False, 2), Take(3, "wa", False, 3)),
+        reads=(
+            PlannedRead(1, "wa", False, 1),
+            PlannedRead(1, "norm", True, 1),
+            PlannedRead(2, "wb", False, 2),
+            PlannedRead(3, "wa", False, 3),
+        ),
         launches=(Launch(0, ("wa", "norm")), Launch(1, ("wb",)), Launch(2, ("wa",))),
         moves=((0, moves), (2, moves)),
     )
@@ -131,7 +136,10 @@ def schedules(rank: int, world: int) -> None:
     silent.segments[2].uses = []
     assert graph_schedule(again, silent, FORWARD)[-1] == event("wa", False, "wa", moves=((1,), (2,), ()))
     # What is taken once stays from its first read to its last.
-    stays = GraphPlan(takes=(Take(1, "wa", False, 3), Take(1, "norm", False, 1), Take(2, "wb", True, 2)), launches=())
+    stays = GraphPlan(
+        reads=(PlannedRead(1, "wa", False, 3), PlannedRead(1, "norm", False, 1), PlannedRead(2, "wb", True, 2)),
+        launches=(),
+    )
     assert graph_schedule(stays, segments, FORWARD) == [
         event("begin", False, "norm"), event("norm", False), event("wa", True), event("wb", True), event("wa", False)
     ]  # fmt: skip
@@ -145,7 +153,7 @@ def from_planner(rank: int, world: int, strategy: str) -> None:
     module, inputs = traced()
     expected = module(*inputs)
     segments = cut(module.graph)
-    facts = {name: ParamFacts(p.bytes, 0, 0, False) for name, p in segments.params.items()}
+    facts = {name: ParamMetadata(p.bytes, 0, 0, False) for name, p in segments.params.items()}
     seconds = {FORWARD: [segment.seconds for segment in segments.segments]}
     graph = step_graph("test", {FORWARD: segments}, facts, 2, seconds, [])
     planned = planner.plan(graph, planner.preset("2xcpu"), budget=1 << 20, strategy=strategy)
@@ -167,7 +175,7 @@ def says_when_gradients_come(rank: int, world: int) -> None:
     backward = dataclasses.replace(
         segments, segments=[dataclasses.replace(s, grads=list(s.uses), uses=[]) for s in segments.segments]
     )
-    facts = {name: ParamFacts(64, 128, 64, False, sum_bytes=1 << 20) for name in names}
+    facts = {name: ParamMetadata(64, 128, 64, False, sum_bytes=1 << 20) for name in names}
     graphs = {FORWARD: segments, BACKWARD: backward}
     seconds = {phase: [1e-3] * len(graph.segments) for phase, graph in graphs.items()}
 
@@ -252,7 +260,7 @@ def lines_to_plan_again(reads: int) -> int:
         BACKWARD: Segments(params, [Segment(None, [param], [param]) for param in reversed(params)], {}),
     }
     facts = {
-        p: ParamFacts(param.bytes // 2, param.bytes, param.bytes, False, param.bytes) for p, param in params.items()
+        p: ParamMetadata(param.bytes // 2, param.bytes, param.bytes, False, param.bytes) for p, param in params.items()
     }
     seconds = {phase: [1e-4] * len(params) for phase in graphs}
     saved = [Saved(index, len(params) - 1 - index, 1 << 20) for index in range(len(params))]

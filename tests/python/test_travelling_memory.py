@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import deepcompile
 from deepcompile import dc
-from deepcompile.compiler.segments import REDUCE, give_gradients
+from deepcompile.compiler.segments import REDUCE, donate_gradients
 from deepcompile.sharding.sharding import sharding_of
 from harness import only_on_cpu, run_ranks
 from models import Llama, seeded
@@ -120,7 +120,7 @@ def test_only_a_gradient_that_nothing_else_reads_is_given_away() -> None:
     gradients["view of what is read"] = graph.call_function(torch.ops.aten.permute.default, (base, [1, 0]))
     reductions = {name: graph.call_function(REDUCE, (node, shard, 0)) for name, node in gradients.items()}
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (gradients["read again"], base)),))
-    give_gradients(graph)
+    donate_gradients(graph)
     given = {name for name, node in reductions.items() if node.args[3:] == (True,)}
     assert given == {"fresh", "view"}
 

@@ -1,9 +1,9 @@
-"""The torch.compile backend "deepcompile". With ``operators.py`` and ``result_cache.py`` the only place that touches private
-parts of the compiler.
+"""The torch.compile backend "deepcompile". Only this file, ``operators.py`` and ``result_cache.py`` touch private parts of
+PyTorch's compiler.
 
-AOTAutograd's joint graph is partitioned so that gathered parameters, and all that is computed only from them, are gathered
-again in the backward and never saved. Both halves are planned as one step. Inductor (or nothing, for ``aot_eager``) compiles
-each once, whatever the plan: the runtime follows the plan's schedule at each of its reads.
+AOTAutograd's joint graph is partitioned so that gathered parameters, and all values computed only from them, are recomputed
+in the backward and never saved. Forward and backward are planned as one step. Inductor (or nothing, for ``aot_eager``)
+compiles each graph once, whatever the plan: at each read the runtime follows the plan's schedule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepcompile.compiler.result_cache import caching
 from deepcompile.compiler.segments import (
     BACKWARD,
     FORWARD,
-    give_gradients,
+    donate_gradients,
     has_gathers,
     mark_params,
     only_from_gathers,
@@ -42,14 +42,14 @@ Compile = Callable[..., Any]
 
 def backend(module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """What ``torch.compile(model, backend="deepcompile")`` calls for each graph."""
-    unit = _Unit(module, example_inputs)
-    with compiling(f"the {FORWARD} of {unit.name}", unit.sharding):
-        return unit.compile_with_inductor() if unit.backend == "inductor" else unit.compile_for_eager()
+    compiler = GraphCompiler(module, example_inputs)
+    with compiling(f"the {FORWARD} of {compiler.name}", compiler.sharding):
+        return compiler.compile_with_inductor() if compiler.backend == "inductor" else compiler.compile_for_eager()
 
 
 def load_compiler(kind: str) -> None:
-    """Imports what compiles, which takes seconds, where a model is made ready and not in its first step: ``torch.compile``
-    does so for its own backend.
+    """Imports the compiler now, which takes seconds, instead of in the first step (as ``torch.compile`` does for its own
+    backend).
     """
     if kind == "inductor":
         import torch._inductor.compile_fx  # noqa: F401
@@ -62,12 +62,12 @@ def _register(registry: ModuleType) -> None:
 after_import("torch._dynamo.backends.registry", _register)
 
 
-class _Unit:
-    """One graph that Dynamo traced."""
+class GraphCompiler:
+    """Compiles one graph that Dynamo traced: its forward and, later, its backward."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self._module, self._inputs = module, example_inputs
-        self._shardings: list[Any] = []  # more than one where a model reads another's parameters
+        self._shardings: list[Any] = []  # more than one if the graph reads parameters of several models
         found: list[tuple[int, Any, str]] = []
         for sharding in open_shardings():
             members = sharding.by_parameter()
@@ -78,19 +78,19 @@ class _Unit:
             ]
             found += own
             self._shardings += [sharding] if own else []
-        #: Whose planner plans the graph.
+        #: The sharding whose planner plans the graph.
         self._sharding = self._shardings[-1] if self._shardings else None
-        #: Parameters by the position of their input. Two models may have parameters of the same name.
+        #: Parameter names by the position of their input, made unique: two models may have parameters of the same name.
         self._names = {
             index: name if sharding is self._sharding else f"{name} of graph {sharding.graph_id}"
             for index, sharding, name in found
         }
-        #: What one rank has it need not gather. The same for forward and backward, which is compiled later.
-        self._reads_what_it_has = all(sharding.reads_what_it_has for sharding in self._shardings)
+        #: Fixed here, so that it is the same for the forward and for the backward, which is compiled later.
+        self._reads_in_place = all(sharding.reads_in_place for sharding in self._shardings)
         self._step: Any = None
-        self._outline: StepOutline | None = None  # of the step, its parameters called by their inputs
+        self._outline: StepOutline | None = None  # of the step, with parameters named by input_name
         self._from_cache: list[PlannedGraph] = []
-        #: For people.
+        #: For messages.
         self.name = graph_name(self._sharding) if self._sharding is not None else ""
 
     @property
@@ -99,13 +99,14 @@ class _Unit:
 
     @property
     def _runs_alone(self) -> bool:
-        """True for steps of an engine on one rank: what it gathers is there, and nobody else reads it while it is."""
-        return self._step is not None and self._reads_what_it_has
+        """True for steps of an engine on one rank: a gather returns the parameter itself, and no other rank reads it."""
+        return self._step is not None and self._reads_in_place
 
     @property
     def _order(self) -> contextlib.AbstractContextManager[Any]:
-        """Inductor would put all gradients of weights behind the rest of a backward, to hold fewer of them before they are
-        handed over. Those of one rank are still held then, and until then so is what they are computed from.
+        """On one rank, switches off Inductor's reordering for peak memory. It would move the computation of weight gradients
+        to the end of the backward, as if that freed them earlier. On one rank gradients live until the update anyway, and
+        delaying weight gradients keeps their inputs alive.
         """
         if not self._runs_alone or self.backend != "inductor":
             return contextlib.nullcontext()
@@ -120,21 +121,21 @@ class _Unit:
 
     @property
     def variant(self) -> str:
-        """For the keys of caches: what the result depends on beside the graph, the registered shapes and the compiler."""
+        """Part of cache keys: what the result depends on besides the graph, the registered shapes and the compiler."""
         worlds = [sharding.world for sharding in self._shardings]
-        # The outline is of this batch. Where sizes are symbols, the key does not have them otherwise.
+        # The cached outline has the sizes of this batch. Symbolic sizes would not be part of the key otherwise.
         sizes = [number(value) for value in self._inputs if isinstance(value, torch.SymInt)]
-        return f"deepcompile {worlds} {self._reads_what_it_has} {sizes}"
+        return f"deepcompile {worlds} {self._reads_in_place} {sizes}"
 
-    # -- the three ways in -------------------------------------------------------------------------------------------
+    # -- three ways to compile ---------------------------------------------------------------------------------------
 
     def compile_with_inductor(self) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        if all(sharding.whole for sharding in self._shardings):  # nothing to plan
+        if all(sharding.single_rank for sharding in self._shardings):  # nothing to plan
 
             def compile_one(*args: Any, **kwargs: Any) -> Any:
-                with self._said(BACKWARD if kwargs.get("is_backward") else FORWARD):
+                with self._logs_compilation(BACKWARD if kwargs.get("is_backward") else FORWARD):
                     return compile_fx_inner(*args, **kwargs)
 
             return compile_fx(self._module, list(self._inputs), inner_compile=compile_one)
@@ -149,7 +150,7 @@ class _Unit:
         return function
 
     def _adopt(self, function: Compile, record: GraphRecord) -> PlannedGraph:
-        """Takes code from AOTAutograd's cache."""
+        """Wraps code that AOTAutograd found in its cache."""
         assert self._sharding is not None
         self._from_cache.append(PlannedGraph(function, record, self._sharding))
         return self._from_cache[-1]
@@ -183,8 +184,8 @@ class _Unit:
                 partition_fn=lambda module, inputs, **kwargs: self.partition(module, inputs, **kwargs),
             )(self._module, self._inputs)
 
-    def _said(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """A forward is said as a whole, tracing and planning included, where it begins. A backward is compiled later."""
+    def _logs_compilation(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Logs the compilation of a backward. (:func:`backend` logs that of a forward, tracing and planning included.)"""
         return compiling(f"the {phase} of {self.name}", self._sharding if phase == BACKWARD else None)
 
     # -- what they share ---------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class _Unit:
         return forward, backward
 
     def _plan(self, forward: fx.GraphModule, backward: fx.GraphModule | None) -> Any:
-        self._from_cache.clear()  # it could not be used
+        self._from_cache.clear()  # AOTAutograd rejected the cached result and traces anew
         self._name_params((forward,) if backward is None else (forward, backward))
         outline = StepOutline.of(forward, backward, fuses=self.backend == "inductor")
         self._outline = outline.renamed({name: input_name(index) for index, name in self._names.items()})
@@ -230,8 +231,8 @@ class _Unit:
             step = self._plan(module, None) if alone else self._step
             assert self._outline is not None
             record = GraphRecord(phase, self._outline, places_of_shards(module, step.graphs[phase]))
-            give_gradients(module.graph)
-            with self._said(phase), self._order:
+            donate_gradients(module.graph)
+            with self._logs_compilation(phase), self._order:
                 function = inner(_with_graph(module, self._with_reads(module.graph)), example_inputs, **kwargs)
             compiled = PlannedGraph(function, record, self._sharding)
             compiled.follow(step, self.name)
@@ -245,29 +246,31 @@ class _Unit:
             group_calls(alone)
             return alone
         result = with_reads(graph)
-        share_gathers(result)  # any schedule may keep what is read here
+        share_gathers(result)  # the graph serves any schedule, and some keep copies after this graph's read
         reduce_small_later(result)
         return result
 
 
 def _with_graph(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Another graph over the same attributes. It writes the module's code, which for a large graph takes a while: once."""
+    """A module with ``graph`` and the attributes of ``module``. It generates Python code, which takes long for a large
+    graph, so it is called once, when the graph is complete.
+    """
     other = fx.GraphModule(module, graph)
     other.meta = dict(module.meta)
     return other
 
 
-def _partitioner(unit: _Unit) -> Any:
+def _partitioner(compiler: GraphCompiler) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return unit.partition(gm, joint_inputs, **kwargs)
+            return compiler.partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return unit.variant
+            return compiler.variant
 
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (self.uuid(),)  # for the key of Inductor's cache

@@ -1,4 +1,4 @@
-"""Says what is being compiled, and how long that took: a first step is silent for half a minute otherwise."""
+"""Logs what is being compiled and how long it took, because a first step may take half a minute."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from deepcompile.sharding.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
 
-#: Graphs that were compiled of a model so far, where it is one in several graphs, or for several shapes.
+#: How many graphs of each model were compiled so far. (A model has several if there are graph breaks or several shapes.)
 _graphs: weakref.WeakKeyDictionary[Sharding, int] = weakref.WeakKeyDictionary()
 
 
 def graph_name(sharding: Sharding) -> str:
-    """Of the next graph of a model, for people."""
+    """A name for the next graph of a model, for messages."""
     number = _graphs[sharding] = _graphs.get(sharding, 0) + 1
-    model = type(sharding.living_model).__name__
+    model = type(sharding.model_or_none).__name__
     return model if number == 1 else f"{model}, graph {number}"
 
 
 @contextlib.contextmanager
 def compiling(what: str, sharding: Sharding | None) -> Iterator[None]:
-    """One line before and one after, from rank 0 of the model's ranks. Nothing of graphs without a parameter of a model."""
-    says = sharding is not None and sharding.rank == 0
-    if says:
+    """Rank 0 logs one line before and one after. Nothing is logged for graphs without sharded parameters (None)."""
+    logs = sharding is not None and sharding.rank == 0
+    if logs:
         _log.info("compiling %s", what)
     started = time.monotonic()
     yield
-    if says:
+    if logs:
         _log.info("compiled %s in %.1f s", what, time.monotonic() - started)

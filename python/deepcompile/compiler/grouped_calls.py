@@ -1,8 +1,9 @@
-"""Graphs of one rank, with few calls in place of many.
+"""Merges calls in graphs of a single rank.
 
-Where one rank runs the operators all the same, a gather is the parameter itself and a reduction hands the gradient over: the
-calls would take the host longer than what they do. So all gathers of a graph are one call at its beginning, and reductions
-go a few at a time, so that gradients that have to be added to others do not wait to the end.
+With ``gather_at_one_rank`` the operators run on one rank, too: a gather returns the parameter itself, and a reduction only
+hands the gradient over, so the host spends more time on the calls than on their work. So all gathers of a graph become one
+call at its beginning, and reductions are called some at a time (not once at the end: gradients that are added to earlier
+ones would wait that long).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deepcompile.compiler.segments import GATHER, REDUCE
 GATHER_ALL = torch.ops.dc.gather_shards.default
 REDUCE_ALL = torch.ops.dc.reduce_shards.default
 
-#: They keep the order of the elements.
+#: Operators that change the shape and keep the order of the elements.
 _RESHAPES = (
     torch.ops.aten.view.default,
     torch.ops.aten._unsafe_view.default,
@@ -30,7 +31,7 @@ _RESHAPES = (
     torch.ops.aten.unsqueeze.default,
 )
 
-#: Gradients that one call hands over.
+#: Gradients in one call.
 GRADIENTS_A_CALL = 16
 
 
@@ -41,7 +42,7 @@ def group_calls(graph: fx.Graph) -> None:
 
 
 def _by_graph(nodes: list[fx.Node], argument: int) -> Iterable[list[fx.Node]]:
-    """Those of one engine together: a graph may read the parameters of several."""
+    """``nodes`` by the graph id in their ``argument``: a compiled graph may read the parameters of several engines."""
     found: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         found.setdefault(node.args[argument], []).append(node)
@@ -49,7 +50,7 @@ def _by_graph(nodes: list[fx.Node], argument: int) -> Iterable[list[fx.Node]]:
 
 
 def _gather_together(graph: fx.Graph) -> None:
-    # One that casts makes a copy, which is made where it is used.
+    # A gather that casts makes a copy; such gathers stay at their use, so that the copies are not held from the beginning.
     same = [n for n in graph.nodes if n.target is GATHER and n.meta["val"].dtype == n.args[0].meta["val"].dtype]
     for gathers in _by_graph(same, 1):
         if len(gathers) > 1:
@@ -64,9 +65,9 @@ def _gather_at_the_beginning(graph: fx.Graph, gathers: list[fx.Node]) -> None:
         together = graph.call_function(GATHER_ALL, arguments)
         together.meta = {**gathers[0].meta, "val": [node.meta["val"] for node in gathers]}
         for index, node in enumerate(gathers):
-            taken = graph.call_function(operator.getitem, (together, index))
-            taken.meta = dict(node.meta)
-            node.replace_all_uses_with(taken)
+            gathered = graph.call_function(operator.getitem, (together, index))
+            gathered.meta = dict(node.meta)
+            node.replace_all_uses_with(gathered)
     for node in gathers:
         graph.erase_node(node)
 
@@ -79,18 +80,20 @@ def _reduce_together(graph: fx.Graph) -> None:
         for begin in range(0, len(one), GRADIENTS_A_CALL)
     )
     for group in groups:
-        given = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
+        donated = [int(len(node.args) > 3 and bool(node.args[3])) for node in group]
         with graph.inserting_before(group[-1]):
             gradients = [_without_views(node.args[0]) for node in group]
-            together = graph.call_function(REDUCE_ALL, (gradients, [n.args[1] for n in group], group[0].args[2], given))
+            together = graph.call_function(
+                REDUCE_ALL, (gradients, [n.args[1] for n in group], group[0].args[2], donated)
+            )
             together.meta = {**group[-1].meta, "val": None}
         for node in group:
             graph.erase_node(node)
 
 
 def _without_views(gradient: Any) -> fx.Node:
-    """What a reduction takes in any shape, in the shape that it was made in: the memory of a view could not be handed over,
-    for whoever made it still holds it.
+    """The tensor that ``gradient`` is a reshaped view of. A reduction accepts any shape, and the memory of a view could not
+    be donated because its base is still referenced.
     """
     while gradient.target in _RESHAPES and isinstance(gradient.args[0], fx.Node):
         gradient = gradient.args[0]

@@ -1,5 +1,5 @@
-"""How much memory the values of a graph take while it runs, besides what a planner counts by name: gathered parameters, what
-a forward saves for its backward, and gradients on their way to their reduction.
+"""How much memory the values of a graph take while it runs, except what the planner counts separately: gathered parameters,
+values saved for the backward, and gradients in flight.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import fx
 #: Operators whose result lies in the memory of their first argument.
 _VIEWS = {"view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "split"}
 _VIEWS |= {"_unsafe_view", "reshape", "detach", "split_with_sizes", "unbind", "as_strided", "diagonal"}
-#: Operators that write into a copy of their first argument: a compiler writes into the argument where nobody reads it later.
+#: Operators that write into a copy of their first argument. A compiler writes into the argument itself if that is its last
+#: use.
 _WRITES = {"index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"}
 _WRITES |= {"slice_scatter", "select_scatter"}
-#: Read element by element, so that what makes their input can be computed inside them.
+#: Reductions that read their input element by element, so that a compiler can fuse the computation of the input into them.
 _READS_BY_ELEMENT = {"sum", "mean", "amax", "amin", "any", "var", "var_mean", "prod", "argmax", "argmin"}
 
 
 def number(value: Any) -> int:
-    """A size, symbolic or not, as a number."""
+    """A size as a number; of a symbolic size the hint, or 64 without one."""
     return value if isinstance(value, int) else int(value.node.hint) if value.node.has_hint() else 64
 
 
@@ -43,8 +44,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def storages(graph: fx.Graph, spared: Container[fx.Node] | None = None) -> dict[fx.Node, fx.Node]:
-    """For each node the one that made the memory in which its value lies. With ``spared``: as a compiler has it, which
-    writes over values that nobody else reads, except those.
+    """For each node the node that allocated the memory of its value. With ``spared``, as in compiled code, where in-place
+    variants of operators overwrite values at their last use, except the values in ``spared``.
     """
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -81,15 +82,15 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Mapping[fx.Node, int]:
-    """By node, the bytes of the values that are there while it runs, its own result included. Not those of inputs and of
-    nodes ``elsewhere``. ``fuses``: what is read element by element is computed where it is read.
+    """By node, the bytes of the values that are alive while it runs, its own result included, without inputs and without
+    the nodes in ``elsewhere``. ``fuses``: the compiler inlines values that are read element by element.
     """
     elsewhere = set(elsewhere)
     storage = storages(graph, elsewhere if fuses else None)
     counted = {node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
     counted -= {storage[node] for node in elsewhere}
     inlined = {node for node in counted if fuses and _is_inlined(node)}
-    # Who reads an inlined value reads what it is made of.
+    # A node that reads an inlined value really reads the inputs of that value.
     reads: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -112,6 +113,6 @@ def live_bytes(graph: fx.Graph, elsewhere: Iterable[fx.Node], fuses: bool) -> Ma
         result[node] = live
         done = [base for base in ends.get(node, ()) if base in counted and base not in inlined]
         if own and node not in last:
-            done.append(node)  # nobody reads it
+            done.append(node)  # it has no reader
         live -= sum(tensor_bytes(base.meta.get("val")) for base in done if storage[base] is base)
     return result

@@ -1,11 +1,15 @@
-"""Teaches torch.compile about the operators. The one file that touches private parts of PyTorch's compiler.
+"""Teaches torch.compile about the operators, through private parts of PyTorch's compiler.
 
-Six things would go wrong without it. Operators that are called for their effect would be dropped as dead code, or, where
-they take no data, be copied into the forward and the backward graph alike. Inductor would order them by data alone, and a
-release that takes a dummy tensor depends on no data: it could run before the kernels that read the parameter. Two gathers
-of one parameter would be merged across the release between them. Inductor would use the memory of a gathered parameter, once
-it is done with it, for results of its own, though the runtime may hand the same memory to the next reader. And a gradient
-that is reduced from where it lies, which Inductor must not use again either, it would hold to the end of the backward.
+Without this file:
+
+- operators that are called for their side effect would be removed as dead code;
+- those without data inputs would be copied into both the forward and the backward graph;
+- Inductor would order operators by data dependencies alone, so a release of a dummy tensor could run before the kernels that
+  read the parameter;
+- two gathers of one parameter would be merged across the release between them;
+- Inductor would reuse the memory of a gathered parameter for its own results after the last use, although the runtime may
+  hand the same copy to the next reader;
+- donated gradients, whose memory Inductor must not reuse, would be held to the end of the backward.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from deepcompile.sharding import sharded_modules
 
 _ops = torch.ops.dc
 
-#: Called for their effect: kept although nothing reads what they return.
+#: Operators with side effects: kept although nothing reads their results.
 EFFECTS = (
     _ops.prefetch_params_fused.default,
     _ops.release_param.default,
@@ -43,7 +47,7 @@ EFFECTS = (
     _ops.reduce_shards.default,
 )
 
-#: All operators, in the order in which the program calls them.
+#: Operators that must run in program order.
 ORDERED = (
     *EFFECTS,
     _ops.allgather_param.default,
@@ -64,20 +68,22 @@ _RELEASES = (_ops.release_param.default, _ops.release_param_traced.default)
 
 
 class _GraphOrder:
-    """What lowering one graph has seen so far of our operators."""
+    """What the lowering of one graph has seen so far of our operators."""
 
     def __init__(self) -> None:
         self.last_buffer: str | None = None  # of the operator before this one
-        self.only_freed: set[str] = set()  # buffers over memory that others may hold: let go of, never used for results
-        self.leaving: set[str] = set()  # gathered parameters that are not kept, and gradients
+        self.only_freed: set[str] = (
+            set()
+        )  # buffers whose memory others may hold: freed after the last use, never reused
+        self.leaving: set[str] = set()  # buffers that should be freed early: gathers without `keep`, donated gradients
         self.parameter_buffers: dict[tuple[Any, Any], set[str]] = {}  # (graph_id, id) -> buffers over its memory
         self._readers: dict[str, list[str]] = {}  # buffer -> buffers computed from it
         self._seen_operations = 0
         self._pinned = 0  # operations before the last planned one
 
     def since_pinned(self, graph: Any) -> list[Any]:
-        """The operations from the last planned one on that hold what leaves with them, gathered parameters or gradients, and
-        the last of all. Others may be fused with what comes later.
+        """The operations since the last planned read that use a buffer in ``leaving``, and the last operation of all. (The
+        next planned read comes after these. Other operations may be fused across it.)
         """
         operations = graph.operations[self._pinned :]
         self._pinned = len(graph.operations)
@@ -88,7 +94,7 @@ class _GraphOrder:
         return [*(one for one in operations[:-1] if holds(one)), *operations[-1:]]
 
     def readers(self, graph: Any, buffers: set[str]) -> list[str]:
-        """Everything that reads one of the buffers, made real so that it can be waited for."""
+        """All buffers computed from one of ``buffers``. Realizes lazy ones, so that an operator can depend on them."""
         for name in buffers:
             for user in graph.name_to_users.get(name, ()):
                 user.realize()
@@ -104,7 +110,7 @@ _orders: weakref.WeakKeyDictionary[Any, _GraphOrder] = weakref.WeakKeyDictionary
 
 
 def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Lowers to a call of the operator that runs after the one before it and, for a release, after all readers."""
+    """Lowers to a call of the operator that runs after our previous operator and, if it is a release, after all readers."""
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
@@ -113,10 +119,10 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     bound = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     key: tuple[Any, Any] = (bound.get("graph_id"), bound.get("id"))
 
-    chained = op not in _REDUCTIONS  # gradients find their order in the runtime
+    chained = op not in _REDUCTIONS  # the runtime puts gradients in order itself
     after = [order.last_buffer] if chained and order.last_buffer is not None else []
     if graph.current_node.meta.get("deepcompile_pinned"):
-        # Planned: not earlier, where it would hold memory beside what those before it use, nor later than the graph says.
+        # A planned read keeps its place: earlier it would hold memory while the operations before it run.
         after += [output.get_name() for before in order.since_pinned(graph) for output in before.get_outputs()]
     elif graph.current_node.meta.get("deepcompile_late") and graph.operations:
         after += [output.get_name() for output in graph.operations[-1].get_outputs()]
@@ -137,7 +143,7 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         if outputs and chained:
             order.last_buffer = next(iter(outputs))
         if op in _GATHERS:
-            # The operator checks the shape itself, once for a parameter and not again for every reader.
+            # Inductor need not assert sizes: the operator checks the shape itself, once for each parameter.
             vars(operation)["codegen_size_asserts"] = _no_asserts
         if op in (_ops.allgather_param.default, _ops.wait_allgather.default):
             order.parameter_buffers.setdefault(key, set()).update(outputs)
@@ -152,11 +158,11 @@ def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             )
             device = operation.get_device()
             if shared or device is None or device.type == "cpu":
-                # Others may read the same memory; on CPU it may be the shards themselves.
+                # Other graphs may read the same copy; on CPU its memory may be the shards themselves (read in place).
                 graph.never_reuse_buffers.update(outputs)
                 order.only_freed.update(outputs)
         elif op in _COPIES or bound.get("given"):
-            # It reads its source after this call has returned, and holds it as long as it needs it.
+            # The runtime reads the source after this call has returned, and holds a reference until then.
             sources = {dependency.name for dependency in operation.get_read_writes().reads}
             graph.never_reuse_buffers.update(sources)
             order.only_freed.update(sources)
@@ -169,8 +175,8 @@ def _no_asserts(wrapper: Any) -> None:
 
 
 def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
-    """An operator that takes no data (a prefetch, a release of a dummy) fits into the forward and into the backward graph
-    alike, and the partitioner copies such operators into both when they must not be dropped. Tells it where each belongs.
+    """Tells the partitioner in which graph each side effect belongs. Otherwise it would copy operators without data inputs
+    (a prefetch, a release of a dummy), which fit into both graphs, into both.
     """
 
     def also(predicate: Callable[[torch.fx.Node], bool], tag: str) -> Callable[[torch.fx.Node], bool]:
@@ -185,8 +191,9 @@ def _keep_effects_in_their_pass(partitioners: ModuleType) -> None:
 
 
 def _keep_program_order(post_grad: ModuleType) -> None:
-    """In graphs without a backward Inductor moves nodes next to their users: a gather past another, which schedules have in
-    the graph's order, and whatever it likes past a release, which has no users.
+    """Switches off ``reorder_for_locality`` in graphs with our operators. Inductor runs it on graphs without a backward and
+    moves nodes next to their users: gathers past each other, though schedules rely on their order, and nodes past releases,
+    which have no users.
     """
     reorder = post_grad.reorder_for_locality
 
@@ -199,8 +206,8 @@ def _keep_program_order(post_grad: ModuleType) -> None:
 
 
 def _releases_end_regions(pattern_matcher: ModuleType) -> None:
-    """Equal calls are merged, and patterns matched, only between two mutations. A release ends a parameter like one: the
-    gather after it is not the one before it.
+    """Makes a release count as a mutation for Inductor's passes. They merge equal calls and match patterns only between two
+    mutations, and the gathers before and after a release must not be merged.
     """
     is_mutation = pattern_matcher.is_mutation_op
 
@@ -211,13 +218,15 @@ def _releases_end_regions(pattern_matcher: ModuleType) -> None:
     vars(pattern_matcher)["is_mutation_op"] = is_mutation_or_release
 
 
-def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
-    """What Inductor may not use again it does not free either: every gradient would be held to the end of the backward."""
+def _free_donated_buffers(wrapper: ModuleType) -> None:
+    """Frees ``only_freed`` buffers after their last use. Inductor by itself neither reuses nor frees buffers in
+    ``never_reuse_buffers``, so every donated gradient would be held to the end of the backward.
+    """
     codegen = wrapper.PythonWrapperCodegen
     free = codegen.codegen_free
 
     @functools.wraps(free)
-    def free_also_given(self: Any, buffer: Any) -> None:
+    def free_donated_too(self: Any, buffer: Any) -> None:
         from torch._inductor.virtualized import V
 
         order, name = _orders.get(V.graph), buffer.get_name()
@@ -228,7 +237,7 @@ def _let_go_of_what_was_given(wrapper: ModuleType) -> None:
         self.freed.add(name)
         self.writeline(wrapper.FreeLine(self, buffer))
 
-    codegen.codegen_free = free_also_given
+    codegen.codegen_free = free_donated_too
 
 
 def _register_lowerings(lowering: ModuleType) -> None:
@@ -237,14 +246,14 @@ def _register_lowerings(lowering: ModuleType) -> None:
 
 
 def _skip_our_own_frames(eval_frame: ModuleType) -> None:
-    """Called from code that Dynamo leaves alone, these would be compiled as graphs of their own."""
+    """Keeps Dynamo from compiling our own functions as separate graphs when code that it skips calls them."""
     for function in (saved_tensors._pack, saved_tensors._unpack, *sharded_modules.EAGER_FRAMES):
         eval_frame.skip_code(function.__code__)
 
 
 def keep_guards(guards: Sequence[Any]) -> list[bool]:
-    """Leaves out Dynamo's guards on what our properties are made of. That never changes: another reading of a parameter is
-    another class. But these guards keep Dynamo from seeing at a glance that the modules around them are as they were.
+    """A guard filter for ``torch.compile``: leaves out guards on the insides of our properties. They never change, since a
+    parameter that is read in another way gets another class; and without them Dynamo can skip unchanged modules quickly.
     """
     ours = tuple(
         guard.name
@@ -263,4 +272,4 @@ after_import("torch._functorch.partitioners", _keep_effects_in_their_pass)
 after_import("torch._inductor.pattern_matcher", _releases_end_regions)
 after_import("torch._inductor.fx_passes.post_grad", _keep_program_order)
 after_import("torch._inductor.lowering", _register_lowerings)
-after_import("torch._inductor.codegen.wrapper", _let_go_of_what_was_given)
+after_import("torch._inductor.codegen.wrapper", _free_donated_buffers)

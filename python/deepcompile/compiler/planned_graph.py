@@ -1,4 +1,4 @@
-"""A compiled graph as it is called: it runs by the schedule that its step has at the time of the call."""
+"""A compiled graph as a callable: each call follows the schedule that its step has at that time."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _log = logging.getLogger("deepcompile")
 
 @dataclasses.dataclass(frozen=True)
 class GraphRecord:
-    """What has to be known of a compiled graph beside its code. Compilers' caches keep it with the code (see
-    ``result_cache.py``), so it can be pickled and names no parameter: equal layers share a result.
+    """What the planner needs of a compiled graph beside its code. It is stored with the code in AOTAutograd's cache (see
+    ``result_cache.py``), so it can be pickled. It contains no parameter names, so that equal layers can share it.
     """
 
     phase: str
-    #: Of the whole step. Parameters are called by the position of their input, as in :func:`input_name`.
+    #: Of the whole step. Parameters are named by the position of their input (:func:`input_name`).
     outline: StepOutline
-    #: The positions of the shards among the arguments, by the numbers that schedules have for parameters; None where the
-    #: graph is not the one that was planned.
+    #: For each parameter number of the schedule, the position of its shard among the arguments. None if the compiled graph
+    #: has other reads than the planned one.
     shards: tuple[int, ...] | None
 
 
 def input_name(index: int) -> str:
-    """What a parameter is called in a :class:`GraphRecord`."""
+    """The name of a parameter in a :class:`GraphRecord`."""
     return f"input {index}"
 
 
 class PlannedGraph:
-    """The compiled code of one phase. What it keeps of a compiler's attributes is what the caches of results ask for."""
+    """The compiled code of one phase, with the attributes of Inductor's graph that AOTAutograd's cache needs."""
 
     def __init__(self, function: Callable[..., Any], record: GraphRecord, sharding: Any) -> None:
         vars(self).update({name: value for name, value in vars(function).items() if name in _OF_CACHES})
@@ -49,15 +49,15 @@ class PlannedGraph:
         self._step: Any = None
         self._boxed_call = True  # takes one list, which it may empty
 
-    def follow(self, step: Any, said: str) -> None:
-        """From now on it runs by the schedules of ``step``. ``said``: the graph, for people."""
+    def follow(self, step: Any, name: str) -> None:
+        """From now on calls follow the schedules of ``step``. ``name``: the graph's, for messages."""
         self._step = step
         if self.deepcompile_record.shards is None and step.plan is not None:
             _log.warning(
                 "the %s of %s reads parameters that its plan does not know, as in a branch of torch.cond; what it "
                 "reads is gathered on demand",
                 self._phase,
-                said,
+                name,
             )
 
     def __call__(self, args: list[Any]) -> Any:
@@ -75,17 +75,17 @@ class PlannedGraph:
         try:
             return self._function(args)
         except BaseException:
-            _C.begin_graph(sharding.graph_id, None, [])  # what is read next is no part of this graph
+            _C.begin_graph(sharding.graph_id, None, [])  # later reads do not belong to this graph
             raise
 
 
-#: Attributes of Inductor's compiled graphs by which AOTAutograd's cache refers to them.
+#: Attributes of Inductor's compiled graphs that AOTAutograd's cache reads.
 _OF_CACHES = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr", "_time_taken_ns")
 
 
 def places_of_shards(module: fx.GraphModule, planned: Segments) -> tuple[int, ...] | None:
-    """Where the graph has the shards among its inputs, by the numbers that its schedules know parameters by. None when it
-    has other reads than the plan knows: branches (``torch.cond``) and nested regions are graphs of their own inside it.
+    """For each parameter number of the schedule, the position of its shard among the graph's inputs. None if the graph has
+    reads that the plan does not know: branches (``torch.cond``) and nested regions are separate graphs inside it.
     """
     graph = module.graph
     parts = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]

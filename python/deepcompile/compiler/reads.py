@@ -1,4 +1,6 @@
-"""The reads of a compiled graph, in a fixed order that no plan changes: its schedule says what happens at each."""
+"""The reads of a compiled graph. Their order is fixed at compilation, whatever the plan; a schedule says what the runtime
+does at each.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ class GraphRead:
 
 
 def reads_of(segments: Segments) -> list[GraphRead]:
-    """The reads of a compiled graph, in its order, whatever the plan: of a large parameter in each segment that uses it (in
-    the first, where many do), of the small ones once, at the beginning. A read in the middle of a segment would keep a
-    compiler from fusing across it.
+    """The reads of a compiled graph in its order: a large parameter at the beginning of each segment that uses it (only of
+    the first, if many do), small parameters once, at the graph's beginning. A read in the middle of a segment would
+    prevent fusion across it.
     """
     small, once = small_params(segments.params.values()), read_once(segments.segments)
     uses = [(index, param) for index, segment in enumerate(segments.segments) for param in segment.uses]
@@ -33,8 +35,8 @@ def reads_of(segments: Segments) -> list[GraphRead]:
 
 
 def with_reads(old: fx.Graph) -> fx.Graph:
-    """Another graph that computes the same and reads its parameters where :func:`reads_of` says; what is computed from
-    parameters alone is computed where it is used.
+    """A new graph that computes the same and reads parameters where :func:`reads_of` says. Values computed from parameters
+    alone are computed again after each read, at their first use.
     """
     segments = cut(old)
     starts = {segment.first: index for index, segment in enumerate(segments.segments) if segment.first is not None}
@@ -46,7 +48,7 @@ def with_reads(old: fx.Graph) -> fx.Graph:
     current: dict[str, fx.Node] = {}  # parameter -> what its last read returned
 
     def value(node: fx.Node) -> fx.Node:
-        if node not in environment:  # computed only from parameters: where it is used first, from the last read
+        if node not in environment:  # computed only from parameters: computed here, from the last read
             assert node in segments.roots, node
             if node.target is GATHER:
                 return current[name_of(node)]
@@ -79,7 +81,7 @@ def with_reads(old: fx.Graph) -> fx.Graph:
 
 
 def slots_of(segments: Segments) -> list[str]:
-    """The parameters of a compiled graph by the numbers that its schedule knows them by. Equal layers may share a graph, so
-    whose shards they are is known when it is called.
+    """The parameters of a compiled graph in the order of the numbers that stand for them in its schedule. (Equal layers may
+    share a graph, so each call passes the shards that the numbers stand for.)
     """
     return list(segments.params)

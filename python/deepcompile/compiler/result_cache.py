@@ -1,9 +1,8 @@
-"""Lets AOTAutograd cache what it makes of our graphs. The one file that knows how its cache is built.
+"""Lets AOTAutograd cache its results for our graphs. Only this file depends on the structure of that cache.
 
-A result from that cache comes without tracing, the partitioner and the compilers, and so without what tells the planner what
-a graph reads, saves and costs. So each compiled graph has a :class:`GraphRecord`, which is kept in the same entry of the
-cache as the reference to its code: there is never one without the other. Where this PyTorch makes other entries, the cache
-is off for our graphs.
+A cached result is used without running the partitioner and the compilers, so the planner would not learn what the graph
+reads, saves and costs. So each compiled graph has a :class:`GraphRecord`, stored in the same cache entry as the reference
+to its code. If the installed PyTorch has no ``AOTAutogradCache.make_entry`` to wrap, the cache is off for our graphs.
 """
 
 from __future__ import annotations
@@ -20,27 +19,28 @@ from deepcompile.runtime.after_import import after_import
 Adopt = Callable[[Any, GraphRecord], Any]
 
 _installed = False
-#: Of the graph that is being compiled: makes a callable of code from the cache and its record.
+#: While a graph is compiled: makes a callable from cached code and its record.
 _adopt: Adopt | None = None
 
 
 class RecordedCode:
-    """Stands in an entry of the cache for one compiled phase, and carries its record. To the cache it is that phase."""
+    """Replaces the entry's code of one phase: adds the record, and forwards everything else to the code."""
 
     def __init__(self, code: Any, record: GraphRecord) -> None:
         self.code, self.record = code, record
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("code", "record") or name.startswith("__"):  # not there yet: it is being unpickled
+        if name in ("code", "record") or name.startswith("__"):  # during unpickling they do not exist yet
             raise AttributeError(name)
         return getattr(self.code, name)
 
     def post_compile(self, result: Any, options: Any) -> Any:
-        """Called when the code has been found: what the compiler would have returned."""
+        """Called on a cache hit. Returns what the compiler would have returned."""
         from torch._dynamo import disable
 
         if _adopt is None:
-            raise RuntimeError("a graph of deepcompile's was looked up by another backend")  # which compiles it then
+            # AOTAutograd treats the error as a miss and compiles.
+            raise RuntimeError("a graph of deepcompile's was looked up by another backend")
         function = self.code.post_compile(result, options)
         bare = getattr(function, "_torchdynamo_orig_callable", None)
         if bare is None:
@@ -71,13 +71,13 @@ def _carry_records(autograd_cache: ModuleType) -> None:
 
 @contextlib.contextmanager
 def caching(adopt: Adopt) -> Iterator[None]:
-    """While a graph is compiled: its result may come from AOTAutograd's cache, as a whole."""
+    """While a graph is compiled: lets AOTAutograd's cache serve it, and ``adopt`` wrap the cached code."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import autograd_cache  # noqa: F401
 
     global _adopt
-    # Entries that have the code in them are made in another way.
+    # Bundled entries, which contain the code itself, are made by another function.
     bundled = functorch_config.bundled_autograd_cache or getattr(dynamo_config, "caching_precompile", False)
     allowed = functorch_config.enable_autograd_cache and _installed and not bundled
     before, _adopt = _adopt, adopt

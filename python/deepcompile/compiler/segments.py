@@ -1,9 +1,9 @@
-"""A traced graph cut where parameters are used: what the planner sees of it, and what it may move.
+"""Cuts a traced graph into segments, the units that the planner works with.
 
-A *segment* begins at a node that uses a large parameter and goes on to the next such node. Collectives are launched and
-waited for between segments only, so a plan is a matter of segments and parameters and fits every graph of the same
-structure, whatever its shapes. Small parameters (norms, biases) begin no segment: they are gathered with the segment
-that needs them, so that nothing stands between the operations that Inductor would fuse.
+A *segment* begins at a node that uses a large parameter and ends before the next such node. Collectives are launched and
+waited for between segments only. So a plan depends on segments and parameters only, and fits every graph of the same
+structure, whatever its shapes. Small parameters (norms, biases) begin no segment, so that their reads do not separate
+operations that Inductor would fuse.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Segments:
 
     params: dict[str, GatheredParam]
     segments: list[Segment]
-    roots: dict[fx.Node, tuple[str, ...]]  # gathers and what is computed only from them -> their parameters
+    roots: dict[fx.Node, tuple[str, ...]]  # gathers, and nodes computed only from gathers -> their parameters
 
     @property
     def structure(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """What a plan depends on besides times and sizes."""
+        """All that a plan depends on, except times and sizes."""
         return tuple((tuple(segment.uses), tuple(segment.grads)) for segment in self.segments)
 
     def without_nodes(self, names: Mapping[str, str]) -> Segments:
-        """A copy that knows no nodes, with other names of parameters, as far as ``names`` has them."""
+        """A copy without references to graph nodes, with parameters renamed by ``names``."""
 
         def renamed(params: Iterable[str]) -> list[str]:
             return [names.get(param, param) for param in params]
@@ -93,7 +93,7 @@ class Segments:
 
 
 def name_of(node: fx.Node) -> str:
-    """The parameter of a gather or a reduction; the placeholder's name where nobody has named it."""
+    """The parameter of a gather or a reduction; the name of the shard's placeholder before :func:`mark_params`."""
     shard = node.args[0] if node.target is GATHER else node.args[1]
     assert isinstance(shard, fx.Node)
     return str(node.meta.get("deepcompile_param", shard.name))
@@ -108,16 +108,18 @@ def mark_params(graphs: Iterable[fx.GraphModule], names: dict[str, str]) -> None
                 node.meta["deepcompile_param"] = names.get(shard.name, shard.name)
 
 
-def give_gradients(graph: fx.Graph) -> None:
-    """Tells each reduction whose gradient nothing else in the graph reads that it may keep it instead of a copy."""
+def donate_gradients(graph: fx.Graph) -> None:
+    """Sets the argument ``given`` of reductions whose gradient has no other reader in the graph: the gradient is donated, so
+    the runtime may use its memory instead of a copy.
+    """
     for node in graph.nodes:
         if node.target is REDUCE and _is_only_read_by(node.args[0], node):
             node.args = (*node.args[:3], True)
 
 
 def reduce_small_later(graph: fx.Graph) -> None:
-    """Moves the reductions of small gradients back to the next read or other reduction. One in between would part what makes
-    the gradient from what comes after it, and each part is compiled, and called, by itself.
+    """Moves the reductions of small gradients down to the next read or large reduction. Between other operations a reduction
+    would prevent their fusion into one kernel.
     """
     waiting: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -131,14 +133,14 @@ def reduce_small_later(graph: fx.Graph) -> None:
 
 
 def share_gathers(graph: fx.Graph) -> None:
-    """Others may read the memory of what this graph gathers when the graph is done with it."""
+    """Compiled so that other graphs may share its gathered buffers: Inductor must not reuse their memory."""
     for node in graph.nodes:
         if node.target is GATHER:
             node.meta["deepcompile_shared"] = True
 
 
 def _is_only_read_by(value: Any, reader: fx.Node) -> bool:
-    """Whether ``value`` and all that it is a view of were made in this graph and have no other reader."""
+    """Whether ``value`` and every tensor that it is a view of were computed in this graph and have no other reader."""
     while isinstance(value, fx.Node) and value.op == "call_function" and set(value.users) == {reader}:
         source = value.args[0] if value.target is operator.getitem else value
         if not isinstance(source, fx.Node) or not isinstance(source.target, torch._ops.OpOverload):
@@ -182,7 +184,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def cut(graph: fx.Graph, fuses: bool = True) -> Segments:
-    """``fuses``: the graph is for a compiler that keeps no memory for what is read element by element."""
+    """``fuses``: the compiler inlines values that are read element by element, so they take no memory."""
     roots = only_from_gathers(graph)
     live = live_bytes(graph, _counted_by_name(graph, roots), fuses)
     params: dict[str, GatheredParam] = {}
@@ -212,13 +214,13 @@ def cut(graph: fx.Graph, fuses: bool = True) -> Segments:
         for segment in segments[using[0] : using[-1] + 1]:
             segment.uses += [param] if param not in segment.uses else []
     output = next(node for node in graph.nodes if node.op == "output")
-    for source in output.all_input_nodes:  # a parameter that the graph returns is used to its end
+    for source in output.all_input_nodes:  # a parameter that the graph returns is used until the graph's end
         segments[-1].uses += [name for name in roots.get(source, ()) if name not in segments[-1].uses]
     return Segments(params, segments, roots)
 
 
-#: A parameter that more segments of a graph use (a recurrence, a layer that is applied again and again) is read once, and
-#: stays from its first to its last use: each read ends what a compiler fuses, and what is computed from it is computed anew.
+#: A parameter that more segments of a graph use (a recurrence, a layer that is applied repeatedly) is read once and stays
+#: from its first to its last use, because each read breaks fusion and repeats the computations on the parameter.
 MOST_READS = 4
 
 
@@ -233,7 +235,7 @@ def _gathered_param(gather: fx.Node) -> GatheredParam:
 
 
 def _counted_by_name(graph: fx.Graph, roots: dict[fx.Node, tuple[str, ...]]) -> list[fx.Node]:
-    """Values that are no workspace: gathered parameters, gradients to be reduced, and what the graph returns."""
+    """Values that the planner counts separately and not as workspace: gathered parameters, gradients, and the outputs."""
     storage = storages(graph)
     found = [node for node in roots if storage[node].target is GATHER]
     for node in graph.nodes:
@@ -245,7 +247,7 @@ def _counted_by_name(graph: fx.Graph, roots: dict[fx.Node, tuple[str, ...]]) -> 
 
 
 def small_params(params: Iterable[GatheredParam]) -> set[str]:
-    """Those that begin no segment."""
+    """Small parameters, which begin no segment."""
     all_params = list(params)
     largest = max((param.bytes for param in all_params), default=0)
     return {p.name for p in all_params if p.bytes <= SMALL_BYTES and p.bytes * SMALL_PART <= largest}
@@ -267,7 +269,7 @@ def _bytes_touched(node: fx.Node) -> int:
 
 
 def estimated_seconds(node: fx.Node) -> float:
-    """By the operations and bytes of the node. Only the proportions matter once steps are measured."""
+    """From the node's FLOPs and bytes. Once steps are measured, only the proportions matter."""
     if node.op != "call_function" or is_view(node):
         return 0.0
     target = node.target

@@ -1,6 +1,4 @@
-"""What the planner knows of a step's graphs when the graphs themselves are gone, or were never there: a result from a
-compiler's cache comes without them.
-"""
+"""What the planner needs of a step's graphs, without the graphs themselves: a result from a compiler's cache has none."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, cut
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What one segment of the forward makes and one of the backward reads last, together."""
+    """The saved values that one segment of the forward makes and one segment of the backward reads last, added up."""
 
     made_in: int
     read_in: int
@@ -31,7 +29,7 @@ class StepOutline:
 
     @staticmethod
     def of(forward: fx.GraphModule, backward: fx.GraphModule | None, fuses: bool) -> StepOutline:
-        """``fuses``: the graphs are for a compiler that keeps no memory for what is read element by element."""
+        """``fuses``: the compiler inlines values that are read element by element, so they take no memory."""
         graphs = {FORWARD: cut(forward.graph, fuses)}
         saved: list[Saved] = []
         if backward is not None:
@@ -40,13 +38,13 @@ class StepOutline:
         return StepOutline({phase: segments.without_nodes({}) for phase, segments in graphs.items()}, saved)
 
     def renamed(self, names: Mapping[str, str]) -> StepOutline:
-        """A copy, with other names of the parameters. Those that ``names`` lacks keep theirs."""
+        """A copy with parameters renamed by ``names``; parameters that it lacks keep their names."""
         graphs = {phase: segments.without_nodes(names) for phase, segments in self.graphs.items()}
         return StepOutline(graphs, list(self.saved))
 
 
 def saved_buffers(forward: Segments, backward: Segments, backward_module: fx.GraphModule) -> list[Saved]:
-    """What the forward saves for the backward: placeholders of the backward that a node of the forward has the name of.
+    """What the forward saves for the backward: the placeholders of the backward that are named after a node of the forward.
     Views of the same memory are counted once.
     """
     made = {node.name: node for segment in forward.segments for node in segment.nodes}

@@ -1,7 +1,7 @@
-"""The engine's configuration: a dict, a JSON file, a dataclass, checked where it enters.
+"""The engine's configuration: a dict, a JSON file or a dataclass, checked by :func:`load_config`.
 
-The shape is the one that users of DeepSpeed know: keys of theirs that mean the same here are accepted, those that are
-understood but not supported say so, and anything else is an error with the nearest name.
+It has the shape of DeepSpeed's. DeepSpeed's keys with the same meaning are accepted, keys that are known but not supported
+are errors that say so, and other keys are errors with the nearest known name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass
 class OffloadConfig:
-    #: "cpu": all of it lies in host memory but while it is needed.
+    #: "cpu": on the host except during the update.
     device: Literal["none", "cpu"] = "none"
 
 
@@ -43,16 +43,15 @@ class OffloadConfig:
 class ZeroConfig:
     #: 1 shards optimizer states, 2 gradients too, 3 parameters too.
     stage: int = 3
-    #: Elements of a bucket of gradients, reduced as one. None: an eighth of the model, so that most of the reductions run
-    #: while the backward does.
+    #: Elements of a bucket of gradients. None: an eighth of the model, so that most reductions overlap the backward.
     reduce_bucket_size: int | None = None
     #: Elements up to which a ZeRO-3 parameter stays gathered from update to update.
     param_persistence_threshold: int = 0
-    #: At one rank gather and reduce all the same, as with several. Otherwise modules read what the rank has as it is.
+    #: With one rank, gather and reduce as with several. Otherwise modules read the parameters directly.
     gather_at_one_rank: bool = False
     #: Class or module names whose parameters every rank gathers at entry, whatever the routing.
     leaf_modules: list[str] = dataclasses.field(default_factory=list)
-    #: The optimizer's states, which are updated on the device, some of them at a time.
+    #: Where optimizer states are kept. They are updated on the device, a part at a time.
     offload_optimizer: OffloadConfig | None = None
 
 
@@ -66,7 +65,7 @@ class CompileConfig:
     strategy: str = "auto"
     #: Iterations that are measured before the plan is made from measurements; 0 keeps the plan made from estimates.
     profile_steps: int = 3
-    #: By how much steps may become longer or shorter before they are measured and planned again; 0: never.
+    #: Steps that become longer or shorter by this factor are measured and planned again; 0: never.
     replan_factor: float = 1.5
     #: Steps whose median is compared.
     replan_steps: int = 20
@@ -118,20 +117,20 @@ class Config:
     gradient_clipping: float = 0.0
     #: Divide gradients by the number of ranks before the sum instead of after it.
     prescale_gradients: bool = True
-    #: In what gradients travel; None: the dtype in which they add up, which is fp32 for 16-bit
-    #: parameters with gradient accumulation, and else the parameter's own.
+    #: The dtype of gradients in reductions. None: that of the gradient buffer, which is fp32 for 16-bit parameters with
+    #: gradient accumulation, else the parameter's own.
     communication_data_type: DTypeName | None = None
-    #: Bytes that parameters, gradients, states and activations of a rank may take together; "least": no more than the step
-    #: needs in any case; None: what the machine has.
+    #: Bytes that parameters, gradients, states and activations of a rank may take together. "least": the least that a step
+    #: needs. None: the free memory of the device or host, divided by the ranks that share it.
     memory_budget: int | Literal["least"] | None = None
-    #: Gather and reduce through symmetric memory (CUDA only): shards and gradients are read where the other ranks keep them.
+    #: Gather and reduce through symmetric memory (CUDA only): ranks read each other's shards and gradients directly.
     symmetric_memory: bool = False
-    #: Gather over NCCL into memory that it writes to directly (CUDA only): faster for large parameters, and activations
-    #: cannot have that memory meanwhile.
+    #: Gather over NCCL into registered memory, which it writes to directly (CUDA only). Faster for large parameters, but the
+    #: memory is not available to activations.
     registered_memory: bool = False
-    #: Seconds that any wait may take; ten times as long in the first step, in which ranks compile, but not outside it.
+    #: Seconds that any wait may take; ten times as long for waits of the first step, in which ranks compile.
     timeout: float = 300.0
-    #: The checks of the runtime's debug mode, at the price of speed.
+    #: Switches on the runtime's debug mode: more checks, less speed.
     debug: bool = False
 
     @property
@@ -192,16 +191,16 @@ def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
 def _from_mapping(cls: type[Any], values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     kinds = typing.get_type_hints(cls)
     found: dict[str, Any] = {}
-    for given, value in values.items():
-        if not isinstance(given, str):
-            raise ConfigError(f"config key {given!r}{' in ' + repr('.'.join(path)) if path else ''} is not a string")
-        key = SYNONYMS.get((*path, given), given)
+    for written, value in values.items():
+        if not isinstance(written, str):
+            raise ConfigError(f"config key {written!r}{' in ' + repr('.'.join(path)) if path else ''} is not a string")
+        key = SYNONYMS.get((*path, written), written)
         place = (*path, key)
         if place == ("zero_optimization", "leaf_modules"):
             value = leaf_names(value)
         if key in kinds:
             if key in found:
-                raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{given}'")
+                raise ConfigError(f"config key '{'.'.join(place)}' is given twice, once as '{written}'")
             found[key] = _convert(kinds[key], value, place)
         elif place in UNSUPPORTED:
             if not switched_off(place, value):
@@ -354,12 +353,12 @@ def accumulation_steps(config: Config, world: int) -> int:
             raise ConfigError(f"config key 'train_batch_size' is {batch}, which {world} ranks cannot share evenly")
         return steps
     known = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    given = {key: value for key, value in known.items() if value is not None}
-    product = math.prod(given.values()) * world
-    if batch % product or (len(given) == 2 and batch != product):
-        factors = " x ".join(f"{key} ({value})" for key, value in given.items())
+    chosen = {key: value for key, value in known.items() if value is not None}
+    product = math.prod(chosen.values()) * world
+    if batch % product or (len(chosen) == 2 and batch != product):
+        factors = " x ".join(f"{key} ({value})" for key, value in chosen.items())
         raise ConfigError(
             f"config key 'train_batch_size' is {batch}, which is not {factors} x {world} ranks"
-            f"{' = ' + str(product) if len(given) == 2 else ' times a whole number'}"
+            f"{' = ' + str(product) if len(chosen) == 2 else ' times a whole number'}"
         )
     return steps or batch // product

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's configuration: those that mean what one of ours means, that change nothing here, that are refused."""
+"""Keys of DeepSpeed's configuration that are renamed, ignored or refused here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Path = tuple[str, ...]
 
-#: Keys that mean what one of ours means.
+#: Keys that have the meaning of one of ours, and our name.
 SYNONYMS: dict[Path, str] = {
     ("zero_optimization", "stage3_param_persistence_threshold"): "param_persistence_threshold",
     ("zero_optimization", "leaf_module"): "leaf_modules",
@@ -15,7 +15,7 @@ SYNONYMS: dict[Path, str] = {
     ("bfloat16",): "bf16",
 }
 
-#: Keys that change nothing here, with the reason. Accepted in silence.
+#: Keys that change nothing here, with the reason. Accepted silently.
 WITHOUT_EFFECT: dict[Path, str] = {
     ("zero_optimization", "overlap_comm"): "reductions always overlap",
     ("zero_optimization", "contiguous_gradients"): "gradients always are",
@@ -99,7 +99,7 @@ UNSUPPORTED: dict[Path, str] = {
     ("data_types",): "use communication_data_type; gradients add up in the dtype of the master weights",
 }
 
-#: Values of unsupported keys with which DeepSpeed does nothing: they are accepted.
+#: Values with which an unsupported key has no effect in DeepSpeed either; these are accepted.
 _NEUTRAL: dict[Path, Any] = {
     ("zero_optimization", "zero_hpz_partition_size"): 1,
     ("zero_optimization", "mics_shard_size"): -1,
@@ -109,7 +109,7 @@ _NEUTRAL: dict[Path, Any] = {
 
 
 def switched_off(path: Path, value: Any) -> bool:
-    """True where the value of an unsupported key asks for nothing, as DeepSpeed writes it."""
+    """True if this value switches the unsupported feature off."""
     if path in _NEUTRAL and value == _NEUTRAL[path]:
         return True
     if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
-"""Checkpoints of an engine on torch.distributed.checkpoint: sharded, atomic, for any world size and stage.
+"""Saves and loads an engine by torch.distributed.checkpoint: sharded, atomic, for any world size and stage.
 
 A folder holds one folder per checkpoint and the file ``latest``, which names the one to load. A checkpoint is written beside
 the others under another name and renamed when it is complete; only then does ``latest`` point to it. So whenever a job is
 killed, ``latest`` names a complete checkpoint.
 
-Each parameter, and each state of the optimizer that is as large, is saved as the flat tensor that the ranks' shards make
-together, without padding: any number of ranks can load it.
+Each parameter, and each optimizer state of a parameter's size, is saved as one flat tensor: the shards of all ranks one
+after the other, without padding. So any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 _LATEST = "latest"
-_FACTS = "facts.pt"
+#: Holds everything that is not a large tensor (:func:`_metadata`). The name is part of the format.
+_METADATA_FILE = "facts.pt"
 
 
 class CheckpointError(RuntimeError):
@@ -46,20 +47,20 @@ class CheckpointError(RuntimeError):
 
 
 class _Flat:
-    """Shards as distributed tensors over the group."""
+    """Wraps shards as flat DTensors over the group, which torch.distributed.checkpoint saves and loads."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._group, self._rank, self._world = sharding.group, sharding.rank, sharding.world
         self._meshes: dict[str, DeviceMesh] = {}
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
-        """States that are offloaded are saved from, and loaded into, host memory."""
+        """The group's mesh for tensors on ``device``. Offloaded states are saved from and loaded into host memory."""
         if device.type not in self._meshes:
             self._meshes[device.type] = DeviceMesh.from_group(self._group, device.type)
         return self._meshes[device.type]
 
     def of(self, sharded: ShardedParam, shard: torch.Tensor) -> DTensor:
-        """The shard's elements without padding, in place; of one that the user has laid out in another way, a copy."""
+        """The shard's elements without padding, as a view; a copy if the shard is not contiguous."""
         size = shard.numel()
         valid = max(0, min(size, sharded.numel - self._rank * size))
         return DTensor.from_local(
@@ -75,7 +76,7 @@ class _Flat:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.distributed.checkpoint, about what it is about to deprecate
+        warnings.simplefilter("ignore")  # torch.distributed.checkpoint's deprecation warnings about itself
         yield
 
 
@@ -87,7 +88,7 @@ def save_checkpoint(
     sharding = engine.sharding
     root = pathlib.Path(folder)
     _check_tag(tag)
-    progress = engine.progress()  # first: it may find that the last step was skipped
+    progress = engine.progress()  # before engine.steps is read: it may find that the device skipped the last update
     name = _agree_on_name(sharding, root, tag or f"step-{engine.steps}")
     unfinished = root / f".unfinished-{name}"
     flat = _Flat(sharding)
@@ -102,11 +103,11 @@ def save_checkpoint(
         tensors |= {f"optimizer/{sharded.name}/{slot}": flat.of(sharded, value) for slot, value in large.items()}
         numbers = {slot: value for slot, value in state.items() if slot not in large}
         states |= {sharded.name: numbers} if numbers else {}
-    facts = io.BytesIO()
+    metadata = io.BytesIO()
     try:
         if sharding.rank == 0:
-            torch.save(_facts(engine, progress, states, client_state), facts)
-    except Exception as error:  # of what cannot be pickled: the others are told before they wait for rank 0's files
+            torch.save(_metadata(engine, progress, states, client_state), metadata)
+    except Exception as error:  # client_state cannot be pickled: tells the other ranks, which wait for rank 0's files
         sharding.transfers.fail(error)
         raise
     sharding.transfers.meet("is about to write a checkpoint")
@@ -116,7 +117,7 @@ def save_checkpoint(
     if sharding.runtime.device.type == "cuda":
         torch.save(torch.cuda.get_rng_state(sharding.runtime.device), unfinished / f"random-cuda-{sharding.rank}.pt")
     if sharding.rank == 0:
-        (unfinished / _FACTS).write_bytes(facts.getbuffer())
+        (unfinished / _METADATA_FILE).write_bytes(metadata.getbuffer())
     dist.barrier(group=sharding.group)  # every rank's files are there
     if sharding.rank == 0:
         _sync(unfinished)
@@ -127,8 +128,8 @@ def save_checkpoint(
     return str(root / name)
 
 
-def _facts(engine: Engine, progress: dict[str, Any], states: dict[str, Any], client_state: Any) -> dict[str, Any]:
-    """What is no tensor of the model or the optimizer."""
+def _metadata(engine: Engine, progress: dict[str, Any], states: dict[str, Any], client_state: Any) -> dict[str, Any]:
+    """Everything that a checkpoint holds beside the large tensors of the model and the optimizer."""
     sharding = engine.sharding
     return {
         "format": _FORMAT,
@@ -152,14 +153,14 @@ def _check_tag(tag: Any) -> None:
 
 
 def _agree_on_name(sharding: Sharding, root: pathlib.Path, wanted: str) -> str:
-    """``wanted``, with a number behind it where a checkpoint is called so already. Rank 0 clears away what a killed job
-    has left.
+    """``wanted``, with a number appended if a checkpoint has that name already. Rank 0 chooses, and deletes the unfinished
+    folders of killed jobs.
     """
     name = [""]
     if sharding.rank == 0:
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".unfinished-*"):
-            shutil.rmtree(left)
+        for abandoned in root.glob(".unfinished-*"):
+            shutil.rmtree(abandoned)
         taken = {path.name for path in root.iterdir()}
         candidates = itertools.chain([wanted], (f"{wanted}-{n}" for n in itertools.count(2)))
         name = [next(candidate for candidate in candidates if candidate not in taken)]
@@ -176,7 +177,7 @@ def _optimizer_state(engine: Engine, sharded: ShardedParam) -> dict[str, Any]:
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
-    """The settings of each group, with its parameters by name."""
+    """The settings of each group of the optimizer, with its parameters by name."""
     if engine.optimizer is None:
         return []
     names = {s.param: s.name for s in engine.sharding.params}
@@ -206,7 +207,8 @@ def _remove_old(root: pathlib.Path, name: str, keep: int | None) -> None:
     if keep is None:
         return
     others = sorted(
-        (p.parent for p in root.glob(f"*/{_FACTS}") if p.parent.name != name), key=lambda path: path.stat().st_mtime_ns
+        (p.parent for p in root.glob(f"*/{_METADATA_FILE}") if p.parent.name != name),
+        key=lambda path: path.stat().st_mtime_ns,
     )
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path)
@@ -218,8 +220,8 @@ def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> 
         if not (root / _LATEST).is_file():
             raise CheckpointError(f"{root} holds no checkpoint: there is no file '{_LATEST}' in it")
         name = (root / _LATEST).read_text().strip()
-    if not (root / name / _FACTS).is_file():
-        there = ", ".join(sorted(path.parent.name for path in root.glob(f"*/{_FACTS}"))) or "none"
+    if not (root / name / _METADATA_FILE).is_file():
+        there = ", ".join(sorted(path.parent.name for path in root.glob(f"*/{_METADATA_FILE}"))) or "none"
         raise CheckpointError(f"there is no checkpoint '{name}' in {root}; there are: {there}")
     return root / name
 
@@ -227,71 +229,73 @@ def find_checkpoint(folder: str | os.PathLike[str], name: str | None = None) -> 
 def load_checkpoint(engine: Engine, folder: str | os.PathLike[str], tag: str | None) -> tuple[str, Any]:
     sharding = engine.sharding
     path = find_checkpoint(folder, tag)
-    facts = _read_facts(path)
-    _check_model(sharding, facts, path)
+    metadata = _read_metadata(path)
+    _check_model(sharding, metadata, path)
     if engine.optimizer is not None:
-        _load_groups(engine, facts["optimizer"]["groups"], path)
+        _load_groups(engine, metadata["optimizer"]["groups"], path)
     flat = _Flat(sharding)
-    metadata = _tensors_in(path)
+    tensor_metadata = _tensors_in(path)
     wanted: dict[str, torch.Tensor] = {f"model/{s.name}": s.param for s in sharding.params}
     tensors: dict[str, Any] = {f"model/{s.name}": flat.of(s, s.param) for s in sharding.params}
-    tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in metadata}
+    tensors |= {k: v for n, v in engine.module.named_buffers() if (k := f"buffer/{n}") in tensor_metadata}
     if engine.optimizer is not None:
         on_host = {"device": "cpu", "pin_memory": sharding.runtime.device.type == "cuda"}
         place: dict[str, Any] = {} if engine.offload is None else on_host
         groups = (g for g in engine.optimizer.param_groups if g.get("fused") or g.get("capturable"))
-        large = _large_states(metadata)
-        counted_there = {param for group in groups for param in group["params"]}
+        large = _large_states(tensor_metadata)
+        step_on_device = {param for group in groups for param in group["params"]}
         for sharded in sharding.params:
-            engine.optimizer.state.pop(sharded.param, None)  # also what the checkpoint has none of
-            slots, numbers = large.get(sharded.name, {}), facts["optimizer"]["states"].get(sharded.name, {})
+            engine.optimizer.state.pop(sharded.param, None)  # states that the checkpoint lacks go, too
+            slots, numbers = large.get(sharded.name, {}), metadata["optimizer"]["states"].get(sharded.name, {})
             state = engine.optimizer.state[sharded.param] if slots or numbers else {}
             for slot, key in slots.items():
-                value = torch.zeros_like(sharded.param.detach(), dtype=metadata[key].properties.dtype, **place)
+                value = torch.zeros_like(sharded.param.detach(), dtype=tensor_metadata[key].properties.dtype, **place)
                 state[slot] = wanted[key] = value
                 tensors[key] = flat.of(sharded, value)
-            state.update(_placed(numbers, sharded.param.device, sharded.param in counted_there))
+            state.update(_placed(numbers, sharded.param.device, sharded.param in step_on_device))
     sharding.runtime.end_reads()
     with torch.no_grad(), _quietly():
         load(tensors, checkpoint_id=path, process_group=sharding.group)
         for key, tensor in wanted.items():
             _fill(tensor.detach(), tensors[key].to_local())
         for sharded in sharding.params:
-            sharded.param.add_(0)  # a new version: what was gathered is out of date
+            sharded.param.add_(0)  # increments the version, which makes gathered copies stale
     sharding.runtime.clear_all_gathered_params()
-    engine.load_progress(facts["engine"])
+    engine.load_progress(metadata["engine"])
     random = path / f"random-{sharding.rank}.pt"
-    if facts["world"] == sharding.world and random.is_file():
+    if metadata["world"] == sharding.world and random.is_file():
         torch.set_rng_state(torch.load(random))
         on_device = path / f"random-cuda-{sharding.rank}.pt"
         if sharding.runtime.device.type == "cuda" and on_device.is_file():
             torch.cuda.set_rng_state(torch.load(on_device, map_location="cpu"), sharding.runtime.device)
-    return str(path), facts["client"]
+    return str(path), metadata["client"]
 
 
 def _fill(tensor: torch.Tensor, loaded: torch.Tensor) -> None:
-    """What was loaded, without padding, is in place but where the tensor is laid out in another way."""
+    """Copies what was loaded into ``tensor``, unless it was loaded in place (``_Flat.of`` gave a view)."""
     if not tensor.is_contiguous():
         tensor.copy_(loaded.view(tensor.shape))
     elif loaded.data_ptr() != tensor.data_ptr():
         tensor.view(-1)[: loaded.numel()].copy_(loaded)
 
 
-def _placed(states: Mapping[str, Any], device: torch.device, counts_there: bool) -> dict[str, Any]:
-    """States that are numbers, where the optimizer has them: counts of steps on the device only if it counts there."""
+def _placed(states: Mapping[str, Any], device: torch.device, step_on_device: bool) -> dict[str, Any]:
+    """Scalar states on the device where the optimizer keeps them: ``step`` on the CPU unless ``step_on_device``, as for
+    fused and capturable optimizers.
+    """
 
     def moves(slot: str, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and (slot != "step" or counts_there)
+        return isinstance(value, torch.Tensor) and (slot != "step" or step_on_device)
 
     return {slot: value.to(device) if moves(slot, value) else value for slot, value in states.items()}
 
 
-def _read_facts(path: pathlib.Path) -> dict[str, Any]:
-    # Tensors in it are small, and saved from the device of rank 0.
-    facts: dict[str, Any] = torch.load(path / _FACTS, weights_only=False, map_location="cpu")
-    if facts.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is of format {facts.get('format')}; this version reads format {_FORMAT}")
-    return facts
+def _read_metadata(path: pathlib.Path) -> dict[str, Any]:
+    # Its tensors are small. They were saved from rank 0's device, which may not exist here.
+    metadata: dict[str, Any] = torch.load(path / _METADATA_FILE, weights_only=False, map_location="cpu")
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is of format {metadata.get('format')}; this version reads format {_FORMAT}")
+    return metadata
 
 
 def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
@@ -300,7 +304,7 @@ def _tensors_in(path: pathlib.Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _large_states(metadata: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The keys of states that are as large as their parameter, by its name (which may hold any character) and their own."""
+    """The keys of states of a parameter's size, by the parameter's name (which may have any character) and the state's."""
     found: dict[str, dict[str, str]] = {}
     for key in metadata:
         kind, _, place = key.partition("/")
@@ -310,8 +314,8 @@ def _large_states(metadata: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _check_model(sharding: Sharding, facts: dict[str, Any], path: pathlib.Path) -> None:
-    saved = {name: shape for name, (shape, _) in facts["params"].items()}
+def _check_model(sharding: Sharding, metadata: dict[str, Any], path: pathlib.Path) -> None:
+    saved = {name: shape for name, (shape, _) in metadata["params"].items()}
     own = {s.name: tuple(s.full_shape) for s in sharding.params}
     for name in (*own, *saved):
         if saved.get(name) != own.get(name):
@@ -335,20 +339,22 @@ def _load_groups(engine: Engine, groups: list[dict[str, Any]], path: pathlib.Pat
 
 
 def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str], name: str | None = None) -> int:
-    """Writes the whole parameters of a checkpoint as one safetensors file, without any process group. Their number."""
+    """Writes the whole parameters of a checkpoint as one safetensors file; needs no process group. Returns how many tensors
+    were written.
+    """
     path = find_checkpoint(folder, name)
-    facts = _read_facts(path)
-    metadata = _tensors_in(path)
+    metadata = _read_metadata(path)
+    tensor_metadata = _tensors_in(path)
     tensors = {
         key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in metadata.items()
+        for key, value in tensor_metadata.items()
         if key.startswith(("model/", "buffer/"))
     }
     with _quietly():
         load(tensors, checkpoint_id=path, no_dist=True)
     result = {
-        tied: tensors[f"model/{param}"].reshape(facts["params"][param][0]).to(facts["params"][param][1])
-        for tied, param in facts["ties"].items()
+        tied: tensors[f"model/{param}"].reshape(metadata["params"][param][0]).to(metadata["params"][param][1])
+        for tied, param in metadata["ties"].items()
     }
     result |= {key.removeprefix("buffer/"): value for key, value in tensors.items() if key.startswith("buffer/")}
     save_safetensors(result, out)

@@ -1,9 +1,9 @@
 """Before an update: undoes the loss scale, clips by the global norm, and finds gradients that are not finite.
 
-On CPU, and where the optimizer cannot do otherwise, the host reads the norm and decides. On CUDA reading it would stop the
-host in every step, so where the optimizer is fused the decision travels with the gradients: its kernel divides by one number
-and does nothing when another says so. The host learns of a skipped update when it asks for it, at the next step at the
-latest.
+On CPU, and for optimizers that are not fused, the host reads the norm and decides. On CUDA reading the norm would block the
+host in every step. So for a fused optimizer the device decides: the optimizer's kernel divides gradients by ``grad_scale``
+and does nothing if ``found_inf`` is set. The host learns of a skipped update when it calls
+:meth:`Clipping.pop_late_skip`, at the next step at the latest.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Clipping:
         return self._norm.item() if isinstance(self._norm, torch.Tensor) else self._norm
 
     def apply(self, optimizer: Any, scale: float, must_know: bool) -> bool:
-        """False, on all ranks alike, when the gradients are not finite and the update must not happen. ``scale``: of the
-        loss. ``must_know``: the caller needs the answer now; else it may be True too early, and :meth:`pop_late_skip` tells.
+        """False, on all ranks alike, when the gradients are not finite and the update must not happen. ``scale``: the loss
+        scale. ``must_know``: the caller needs the answer now. Otherwise True may mean that the device has yet to decide;
+        then :meth:`pop_late_skip` gives the answer.
         """
         gradients = [grad for s in self._sharding.params if (grad := s.param.grad) is not None]
         norm = total_norm_over_shards(gradients, 2.0, self._sharding)
         if self._skipped is not None and not must_know and getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._leave_it_to(optimizer, norm, scale)
+            self._let_device_decide(optimizer, norm, scale)
             return True
         value = norm.item() / scale
         self._norm = value
@@ -48,7 +49,7 @@ class Clipping:
             torch._foreach_mul_(gradients, factor)
         return True
 
-    def _leave_it_to(self, optimizer: Any, norm: torch.Tensor, scale: float) -> None:
+    def _let_device_decide(self, optimizer: Any, norm: torch.Tensor, scale: float) -> None:
         if scale != 1.0:
             norm = norm / scale
         self._norm = norm
@@ -56,31 +57,31 @@ class Clipping:
             optimizer.grad_scale = (((norm + 1e-6) / self._limit).clamp(min=1.0) * scale).float()
         elif scale != 1.0:
             optimizer.grad_scale = torch.full_like(norm, scale, dtype=torch.float32)
-        zero = norm * 0  # NaN where the norm is not finite
+        zero = norm * 0  # NaN if the norm is not finite
         optimizer.found_inf = zero.ne(zero).float()  # NaN != NaN, so this sets found_inf
         assert self._skipped is not None
         self._skipped.send(optimizer.found_inf)
 
     def done(self, optimizer: Any) -> None:
-        """After the update: the numbers were meant for this one."""
+        """After the update: removes ``grad_scale`` and ``found_inf``, which held for this update only."""
         for name in ("grad_scale", "found_inf"):
             if hasattr(optimizer, name):
                 delattr(optimizer, name)
 
     @property
     def decides_late(self) -> bool:
-        """True when the last :meth:`apply` left the decision to the device and nobody has asked for it since."""
+        """True when the last :meth:`apply` left the decision to the device and :meth:`pop_late_skip` has not read it yet."""
         return self._skipped is not None and self._skipped.sent
 
     def pop_late_skip(self) -> bool:
-        """True once for an update that did not happen although :meth:`apply` had said that it would. Waits for the device
-        where that has not decided yet.
+        """True once if the device skipped the update for which :meth:`apply` returned True. Waits for the device if it has
+        not decided yet.
         """
-        return self._skipped is not None and self._skipped.take()
+        return self._skipped is not None and self._skipped.pop()
 
 
 class LateFlag:
-    """A flag of the device that the host reads when it has arrived, without waiting for what was enqueued since."""
+    """Copies a flag from the device to the host. The host waits for that copy alone, not for work enqueued after it."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -94,10 +95,10 @@ class LateFlag:
             self._arrived.record()
         self.sent = True
 
-    def take(self) -> bool:
+    def pop(self) -> bool:
         if not self.sent:
             return False
         if self._arrived is not None:
-            self._arrived.synchronize()  # at the next step it has passed long ago
+            self._arrived.synchronize()  # does not block when called at the next step: the copy was enqueued long before
         self.sent = False
         return bool(self._host.item())

@@ -12,7 +12,7 @@ from deepcompile.sharding.sharding import Sharding
 
 
 class HostLap:
-    """From its making to ``end``, by the host's clock."""
+    """Host time from construction to ``end``."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()
@@ -25,7 +25,7 @@ class HostLap:
 
 
 class DeviceLap:
-    """The same by the device's, on its current stream: the host only enqueues, and how long that takes says nothing."""
+    """Device time of the current stream from construction to ``end``. The host only enqueues, so its clock says nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -36,7 +36,7 @@ class DeviceLap:
         self._ended.record(self._stream)  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float:
-        """Waits for the end where it has not come yet."""
+        """Blocks until the device has passed the end."""
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) * 1e-3
 
@@ -47,16 +47,16 @@ def _timed() -> torch.cuda.Event:
 
 Lap = HostLap | DeviceLap
 
-#: Calls of one step that are added up. A program may call the model often, and never step.
+#: Calls of one step that are added up, at most: a program may call the model often and never step.
 _MOST_CALLS = 512
-#: So many steps a device may be behind the host, which does not wait for it.
+#: Steps that a device may lag behind the host. Times are read only so many steps later, so that the host does not block.
 _BEHIND = 2
 
 
 class Drift:
-    """Adds up the time that the engine's calls take in a step. The median of ``steps`` steps after a plan, but for the first
-    of them, is what later medians are compared with; what the program does between the calls is not counted. After every
-    drift twice as many steps are compared: planning again and again, where times go up and down, gains nothing.
+    """Adds up the time that the engine's calls take in a step; time between the calls is not counted. The median of
+    ``steps`` steps after a plan, without the first step, is the reference; later medians are compared with it. After every
+    drift the number of compared steps doubles, because planning again and again while times fluctuate gains nothing.
     """
 
     def __init__(self, sharding: Sharding, factor: float, steps: int) -> None:
@@ -69,7 +69,7 @@ class Drift:
         self._window: list[list[Lap]] = []  # of the steps before it
         self._first = True
         self._expected: float | None = None
-        #: (expected, found) seconds of the steps for which plans were made again.
+        #: (expected, measured) seconds of a step, for each drift that led to a new plan.
         self.history: list[tuple[float, float]] = []
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class Drift:
         if self._device is None:
             self._current = HostLap()
         elif not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            self._current = DeviceLap(self._device)  # what is captured runs later, and often
+            self._current = DeviceLap(self._device)  # (a CUDA graph capture runs nothing that could be timed)
 
     def stop(self) -> None:
         if self._current is not None:
@@ -87,16 +87,18 @@ class Drift:
             self._current = None
 
     def leave_out(self) -> None:
-        """At the end of a step that is not compared."""
+        """Discards the times of the current step: it is not compared."""
         self._laps.clear()
 
     def forget(self) -> None:
-        """After a new plan, only what comes counts, and of that not the first step, in which new code is loaded."""
+        """After a new plan: earlier steps no longer count, nor does the first step to come, in which code is loaded."""
         self._laps.clear()
         self._window, self._first, self._expected = [], True, None
 
     def noticed(self) -> bool:
-        """At the end of a step. True, on all ranks in the same step, when the steps no longer take what they took."""
+        """Called at the end of a step. True, on all ranks in the same step, if step times have drifted. A collective when
+        enough steps have been collected.
+        """
         laps = list(self._laps)
         self._laps.clear()
         if not laps:

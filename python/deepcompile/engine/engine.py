@@ -24,12 +24,12 @@ from deepcompile.engine.joint_profile import JointProfile
 from deepcompile.engine.loss_scale import LossScale
 from deepcompile.engine.report import StepTimes, explain
 from deepcompile.engine.schedule_state import ScheduleState
-from deepcompile.engine.zero_grad import hear_zero_grad
+from deepcompile.engine.zero_grad import watch_zero_grad
 from deepcompile.planning.profile import Profile
 from deepcompile.planning.report import Explanation
 from deepcompile.runtime.step_trace import TraceFile
 from deepcompile.sharding import fused_adam
-from deepcompile.sharding.sharded_modules import trains_otherwise
+from deepcompile.sharding.sharded_modules import force_guard_check
 from deepcompile.sharding.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.sharding.state_offload import StateOffload
 
@@ -47,7 +47,7 @@ class Engine(EngineSurface):
         self.config = config
         self.lr_scheduler = lr_scheduler
         self.sharding: Sharding = sharding_of(model)
-        hear_zero_grad(self)
+        watch_zero_grad(self)
         self.loss_scale = LossScale(config.fp16)
         #: Optimizer steps taken, and steps skipped because gradients were not finite.
         self.steps = 0
@@ -57,18 +57,21 @@ class Engine(EngineSurface):
         self.micro_steps = 0
         self._micro_steps = 0
         self._awaits_step = False
-        self._trains: bool | None = None  # anything at all, at the last forward
+        self._trains: bool | None = None  # whether any parameter required a gradient at the last forward
         self._in_step = False  # from the first forward to the update
-        self._said_skip = False
-        self._said_discard = False
-        #: While the device may still skip the last update, which the schedule has counted.
+        self._warned_of_skip = False
+        self._warned_of_discard = False
+        #: The learning-rate schedule before the last update, while the device may still skip that update.
         self._schedule_before: ScheduleState | None = None
-        # A device's allocator has memory at once; on a CPU memory taken anew costs page faults, so only where least counts.
+        # Freeing gradient buffers at each update costs page faults on a CPU, so there only if the budget is "least". A
+        # device's caching allocator returns memory at once.
         on_cpu = self.sharding.runtime.device.type == "cpu"
-        self.sharding.lets_gradients_go = not self.sharding.whole and (not on_cpu or config.memory_budget == "least")
-        if self.sharding.lets_gradients_go:
+        self.sharding.frees_gradients = not self.sharding.single_rank and (
+            not on_cpu or config.memory_budget == "least"
+        )
+        if self.sharding.frees_gradients:
             self.sharding.runtime.let_gradients_go()
-        #: Moves the optimizer's states; None where they stay.
+        #: Moves the optimizer's states to the host and back; None if they stay on the device.
         self.offload: StateOffload | None = None
         if optimizer is not None and config.offloads_states and self.sharding.runtime.host_is_apart:
             self.offload = self.sharding.offload = StateOffload(self.sharding, optimizer, config)
@@ -85,7 +88,7 @@ class Engine(EngineSurface):
 
     def _make_planner(self) -> None:
         with self.sharding.runtime.outside_step():
-            self.sharding.planner  # noqa: B018 - made here, by all ranks together
+            self.sharding.planner  # noqa: B018 - constructs the planner, a collective
 
     def _compile(self) -> None:
         options = self.config.compile
@@ -97,7 +100,7 @@ class Engine(EngineSurface):
             fullgraph=options.fullgraph,
             options={"guard_filter_fn": keep_guards},
         )
-        if self.sharding.whole:  # nothing to plan
+        if self.sharding.single_rank:  # nothing to plan
             return
         self._make_planner()
         self.profile = Profile(self.sharding, options.profile_steps)
@@ -110,11 +113,11 @@ class Engine(EngineSurface):
         if dtype is not None:
             args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         runtime = self.sharding.runtime
-        # A model that is frozen as a whole (a GAN's other half) only passes gradients on: that is no step of this engine.
+        # A forward of a completely frozen model (a GAN's other half) only passes gradients on: not a step of this engine.
         trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
-        if trains != self._trains:  # what changes within a step of this engine, update_trainable sees
+        if trains != self._trains:  # (changes of single parameters are handled by update_trainable)
             for sharded in self.sharding.params if self._trains is not None else ():
-                trains_otherwise(sharded)
+                force_guard_check(sharded)
             self._trains = trains
         training = torch.is_grad_enabled() and trains
         if training:
@@ -163,8 +166,8 @@ class Engine(EngineSurface):
             )
         update = self.is_gradient_accumulation_boundary()
         self.drift.start()
-        # The reductions of all but the last micro-batch may run on beside the next forward, where there is memory for what
-        # they read.
+        # Without a memory budget the reductions of all but the last micro-batch may overlap the next forward; until they
+        # end they hold their gradients.
         self.sharding.runtime.start_backward(update, settle_later=self.config.memory_budget is None)
         factor = self.loss_scale.value / self.gradient_accumulation_steps()
         self.profile.start_backward()
@@ -220,7 +223,7 @@ class Engine(EngineSurface):
         return taken
 
     def _settle_late_skip(self) -> None:
-        """Where the device decided on the last update and skipped it, the step is not counted and the schedule goes back."""
+        """If the device skipped the last update, uncounts the step and restores the learning-rate schedule."""
         if self._clipping.pop_late_skip():
             if self._schedule_before is not None:
                 self._schedule_before.restore()
@@ -228,11 +231,11 @@ class Engine(EngineSurface):
         self._schedule_before = None
 
     def _begin_step(self) -> None:
-        if self._micro_steps == 0:  # also after a forward that nobody took a backward of
-            self._look_at_trained()
+        if self._micro_steps == 0:  # also if the last forward had no backward
+            self._update_trainable()
         else:
-            self._refuse_others_trained()
-        if not self._in_step:  # the first of its forwards
+            self._refuse_changed_trainable()
+        if not self._in_step:  # the first forward of the step
             self._in_step = True
             self.sharding.steps_begun += 1
             self.times.begin(self.sharding.runtime.wait_seconds())
@@ -242,7 +245,7 @@ class Engine(EngineSurface):
             if self._trace_file is not None:
                 self._trace_file.begin(self.sharding.runtime)
 
-    def _refuse_others_trained(self) -> None:
+    def _refuse_changed_trainable(self) -> None:
         names = self.sharding.changed_trainable()
         if names:
             raise RuntimeError(
@@ -251,13 +254,13 @@ class Engine(EngineSurface):
                 "change it after engine.step() has updated, or throw the accumulation away first (engine.zero_grad())"
             )
 
-    def _look_at_trained(self) -> None:
+    def _update_trainable(self) -> None:
         changed = self.sharding.update_trainable()
         if changed and self.sharding.rank == 0:
             _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
-        if changed and isinstance(self.profile, ReplayProfile):  # what was recorded was another step
+        if changed and isinstance(self.profile, ReplayProfile):  # the recorded steps trained other parameters
             self.profile.stop()
-            self._in_step = False  # the new one has not seen its begin
+            self._in_step = False  # so that begin_step is called on the new profile
             replays = self.config.compile.mode == "replay"
             self.profile = (ReplayProfile if replays else Profile)(self.sharding, self.profile.iterations)
 
@@ -289,10 +292,10 @@ class Engine(EngineSurface):
     def _skip(self, late: bool = False) -> None:
         self.skipped_steps += 1
         if late:
-            self.steps -= 1  # it was counted before its gradients were known
-        if self._said_skip:
+            self.steps -= 1  # counted when the host did not know yet that the device would skip it
+        if self._warned_of_skip:
             return
-        self._said_skip = True
+        self._warned_of_skip = True
         names = [s.name for s in self.sharding.params if s.param.grad is not None and not s.param.grad.isfinite().all()]
         where = f"; on this rank in {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
         _log.warning(
@@ -305,16 +308,16 @@ class Engine(EngineSurface):
         )
 
     def zero_grad(self) -> None:
-        """Throws away what was accumulated; in the middle of an accumulation that begins anew, with the next micro-batch as
-        its first. Every rank calls it.
+        """Discards the accumulated gradients. Within an accumulation this restarts it: the next micro-batch is its first.
+        Every rank calls it.
         """
         if self._micro_steps > 0:
             self._discard(self.sharding.params)
         self._clear_gradients()
 
     def note_zero_grad(self, params: list[torch.Tensor]) -> None:
-        """Of ``zero_grad`` of an optimizer or a module, which has cleared the gradients of these parameters. Where they are
-        all that are trained, the accumulation begins anew.
+        """Called when ``zero_grad`` of an optimizer or a module has cleared the gradients of ``params``. If these are all
+        trained parameters, the accumulation restarts.
         """
         if not self.sharding.is_open:
             return
@@ -322,8 +325,8 @@ class Engine(EngineSurface):
         found = [sharded for sharded in self.sharding.params if sharded.param in cleared]
         if not found:
             return
-        if not self._said_discard and self.sharding.rank == 0:
-            self._said_discard = True
+        if not self._warned_of_discard and self.sharding.rank == 0:
+            self._warned_of_discard = True
             _log.warning(
                 "zero_grad() was called after %d of %d micro-batches of an accumulation and throws their gradients away. "
                 "Said once. engine.step() clears gradients by itself: leave zero_grad() out where this is not meant",
@@ -331,27 +334,27 @@ class Engine(EngineSurface):
                 self.gradient_accumulation_steps(),
             )
         self._discard(found)
-        for sharded in found:  # gradients that were still on their way
+        for sharded in found:  # a pending reduction may have published a gradient since
             sharded.param.grad = None
 
     def _discard(self, params: list[ShardedParam]) -> None:
-        """Throws away the gradients that were accumulated of these parameters."""
+        """Discards the accumulated gradients of these parameters."""
         self.sharding.runtime.discard_gradients([sharded.id for sharded in params])
         if {s.id for s in self.sharding.params if s.param.requires_grad} <= {sharded.id for sharded in params}:
             self._micro_steps, self._awaits_step = 0, False
             self.drift.leave_out()
             if isinstance(self.profile, ReplayProfile):
                 self.profile.stop()
-            self._in_step = False  # what is recorded and measured of a step begins with the next forward
+            self._in_step = False  # the next forward begins a new step, also for recording and measuring
 
     def _clear_gradients(self) -> None:
-        # All parameters there are, without a walk through the modules: that takes longer than many a kernel.
+        # Walking through the modules, as module.zero_grad() does, would take longer than many a kernel.
         for sharded in self.sharding.params:
             sharded.param.grad = None
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for param in group["params"]:
                 param.grad = None
-        if self.sharding.lets_gradients_go:
+        if self.sharding.frees_gradients:
             self.sharding.runtime.let_gradients_go()
 
     @property
@@ -371,7 +374,7 @@ class Engine(EngineSurface):
         }
 
     def load_progress(self, state: dict[str, Any]) -> None:
-        self._clipping.pop_late_skip()  # of an update before what is loaded
+        self._clipping.pop_late_skip()  # discards the decision on an update from before the checkpoint was loaded
         self._schedule_before = None
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self.loss_scale.load_state_dict(state["loss_scale"])
@@ -392,12 +395,12 @@ class Engine(EngineSurface):
         return self.sharding.runtime.stats()
 
     def close(self) -> None:
-        """Waits for what is in flight and lets go of channels and buffers. The model cannot be run afterwards."""
+        """Waits for work in flight and frees channels and buffers. The model cannot be run afterwards."""
         self.sharding.close()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point inputs in the dtype in which the model computes."""
+    """Casts floating-point inputs to the dtype in which the model computes."""
     return torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )

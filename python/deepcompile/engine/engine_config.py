@@ -1,5 +1,5 @@
-"""The configuration of an engine whose model was sharded before it. The sharding owns the one configuration that counts;
-what an engine is told may differ from it only in keys that nothing has been made from yet.
+"""The configuration of an engine whose model was sharded before. A model has one configuration, which its sharding owns. The
+one passed to ``initialize`` may differ only in keys that nothing has been built from yet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from deepcompile.config.config import Config, ConfigError, accumulation_steps
 from deepcompile.sharding.sharding import Sharding
 
-#: Keys, or whole sections, that engines alone read, each its own: a second engine of a model may have others.
+#: Keys and sections that only engines read. A second engine of the same model may have other values.
 _OF_EACH_ENGINE = (
     "compile.dynamic",
     "compile.enabled",
@@ -32,13 +32,13 @@ _OF_EACH_ENGINE = (
     "train_micro_batch_size_per_gpu",
     "zero_optimization.offload_optimizer",
 )
-#: Those from which the planner is made, when an engine is or the model is compiled.
+#: Keys that the planner is built from, when an engine is made or the model is compiled.
 _OF_THE_PLANNER = ("compile.backend", "compile.strategy", "memory_budget")
 
 
 def engine_config(sharding: Sharding, config: Config | None) -> Config:
-    """The configuration that the sharding has from now on, with what ``config`` adds; as it is where that is None. An error
-    that names the keys where the model was sharded, or is planned, by other values.
+    """Merges ``config`` (None: nothing) into the sharding's configuration and returns it. Raises an error that names the
+    keys in which the model was already sharded or planned with other values.
     """
     if config is None:
         return sharding.config
@@ -60,7 +60,7 @@ def engine_config(sharding: Sharding, config: Config | None) -> Config:
 
 
 def _values(config: Config) -> dict[str, Any]:
-    """Of every key, by its whole name. A section that may be missing is one value."""
+    """The value of every key by its dotted name. A section that may be None counts as one value."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -19,7 +19,7 @@ class ReplayProfile:
     first step warms up, the next ``iterations`` are recorded, then all ranks compile and every later step is replayed.
     """
 
-    #: Whether what is recorded and followed runs in compiled graphs.
+    #: Whether the recorded steps run in compiled graphs.
     records_compiled = False
 
     def __init__(self, sharding: Sharding, iterations: int) -> None:
@@ -38,7 +38,7 @@ class ReplayProfile:
         return self._wanted
 
     def stop(self) -> None:
-        """Nothing is recorded or followed from here on. Between steps, or after a forward that nobody took a backward of."""
+        """Stops recording and following. Called between steps, or after a forward without a backward."""
         self._drop_recording()
         if self._active:
             self._abandon()
@@ -110,7 +110,7 @@ class ReplayProfile:
         self._recordings.clear()
         try:
             self.graph = self._compile(ops)
-        except RuntimeError as error:  # said by all ranks alike; gathering on demand is right
+        except RuntimeError as error:  # the same on all ranks; training goes on, gathering on demand
             self.why_not = str(error)
         return self.graph is not None
 

@@ -102,7 +102,7 @@ class EngineSurface:
         return self.grad_norm
 
     def get_lr(self) -> list[float]:
-        """Of each group of the optimizer."""
+        """The learning rate of each group of the optimizer."""
         return [group["lr"] for group in self._optimizer().param_groups]
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -121,12 +121,13 @@ class EngineSurface:
         keep: int | None = None,
     ) -> str:
         """Saves model, optimizer, loss scale, schedule, random state and ``client_state`` (anything that can be pickled)
-        under ``folder`` and returns where. Every rank calls it. A job that is killed meanwhile leaves the last as it was.
-        ``tag``: its name; None: made of the number of steps. ``keep``: how many checkpoints stay; None: all.
+        under ``folder`` and returns the path. Every rank calls it. If the job is killed meanwhile, the previous checkpoint
+        stays the latest. ``tag``: the checkpoint's name; None: ``step-N``. ``keep``: how many checkpoints to keep, this one
+        included; None: all.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; at least the checkpoint that is being saved stays")
-        from deepcompile.engine import checkpoint  # it brings much with it
+        from deepcompile.engine import checkpoint  # here, because torch.distributed.checkpoint takes long to import
 
         return checkpoint.save_checkpoint(self, folder, tag, client_state, keep)  # type: ignore[arg-type]
 
@@ -140,8 +141,8 @@ class EngineSurface:
         return checkpoint.load_checkpoint(self, folder, tag)  # type: ignore[arg-type]
 
     def save_16bit_model(self, folder: str | os.PathLike[str], filename: str = "model.safetensors") -> str:
-        """Whole weights in the dtype in which the model computes, in one file: safetensors, or what ``torch.save`` writes
-        where the name ends otherwise. Every rank calls it; rank 0 writes. Returns the path.
+        """Writes whole weights, in the dtype in which the model computes, to one file: as safetensors if ``filename`` ends
+        so, else by ``torch.save``. Every rank calls it; rank 0 writes. Returns the path.
         """
         path = pathlib.Path(folder) / filename
         writes = self.sharding.rank == 0
@@ -159,7 +160,7 @@ class EngineSurface:
                     {name: in_the_file(value) for name, value in state.items()},  # buffers as well
                     path,
                 )
-            except Exception as error:  # for all ranks: they wait for the file
+            except Exception as error:  # raised on all ranks below, since they wait for the file
                 failure = error
         said = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
         dist.broadcast_object_list(said, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)

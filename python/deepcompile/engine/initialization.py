@@ -32,12 +32,14 @@ def initialize(
     process_group: dist.ProcessGroup | None = None,
     init_fn: InitFunction | None = None,
 ) -> Engine:
-    """Shards ``model`` (unless :func:`deepcompile.shard` has) and returns its engine. ``optimizer`` is one over the
-    parameters of ``model``, a function that makes one from them, or left to ``config["optimizer"]``; the latter two get
-    ``model_parameters`` (parameters or groups of them, as for any optimizer) or, without it, all that are trained.
-    ``lr_scheduler`` is one, or a function that makes one from the optimizer. A model that was sharded before goes on with
-    the configuration of ``shard``: ``config`` is that one or None, and may add what engines alone read (clipping, the
-    optimizer, how to compile). ``process_group`` is as in :func:`deepcompile.shard`.
+    """Shards ``model`` (unless :func:`deepcompile.shard` has) and returns its engine.
+
+    ``optimizer``: an optimizer over the parameters of ``model``; a function that makes one from parameters; or None, for
+    the one of ``config["optimizer"]`` if that is set. The latter two get ``model_parameters`` (parameters or groups of
+    them), by default all trainable parameters. ``lr_scheduler``: a scheduler, or a function that makes one from the
+    optimizer. ``config``: for a model that was sharded before, the configuration passed to ``shard`` or None; it may add
+    keys that only engines read (clipping, the optimizer, how to compile). ``process_group`` and ``init_fn`` are as in
+    :func:`deepcompile.shard`.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""Trains a model sharded and unsharded and reports by name how far the two are apart."""
+"""Trains a model sharded and unsharded and reports the largest differences by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Difference:
     where: str = ""
 
     def see(self, value: float, where: str) -> None:
-        if not value <= self.value:  # also what is not a number
+        if not value <= self.value:  # true for NaN, too
             self.value, self.where = value, where
 
 
@@ -56,13 +56,13 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _on_host(batch: Any) -> tuple[Any, Any]:
-    """For another rank, whose device is not this one's: the batch, and which of its tensors were on a device."""
+    """The batch in host memory, to be sent to ranks on other devices, and which of its tensors were on a device."""
     moved = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, batch)
     return moved, pytree.tree_map(lambda leaf: isinstance(leaf, torch.Tensor) and not leaf.is_cpu, batch)
 
 
-def _where_it_was(batch: Any, on_device: Any, here: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf, moves: leaf.to(here) if moves else leaf, batch, on_device)
+def _on_device(batch: Any, was_on_device: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf, moves: leaf.to(device) if moves else leaf, batch, was_on_device)
 
 
 def check_parity(
@@ -99,8 +99,8 @@ def check_parity(
             tensor.copy_(value)
     batches: list[Any] = [None] * world
     dist.all_gather_object(batches, _on_host(batch), group=group)
-    here = whole[0].device if whole else torch.device("cpu")
-    batches = [_where_it_was(one, on_device, here) for one, on_device in batches]
+    device = whole[0].device if whole else torch.device("cpu")
+    batches = [_on_device(one, was_on_device, device) for one, was_on_device in batches]
 
     engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1e-2), checked, process_group=group)
     optimizer = torch.optim.SGD(reference.parameters(), lr=1e-2)
@@ -130,9 +130,9 @@ def check_parity(
     for name, value in reference.named_parameters():
         result.parameter.see(_relative(found_state[name], value.detach()), name)
     engine.close()
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, result, group=group)
-    for other in everybody:
+    results: list[Any] = [None] * world
+    dist.all_gather_object(results, result, group=group)
+    for other in results:
         for kind in ("loss", "gradient", "parameter"):
             getattr(result, kind).see(getattr(other, kind).value, getattr(other, kind).where)
     return result

@@ -35,7 +35,7 @@ class StepTimes:
             self._began = 0.0
 
     def forget(self) -> None:
-        """After a new plan, only what comes counts."""
+        """After a new plan, times of earlier steps no longer count."""
         self.seconds, self.waited, self._began = [], [], 0.0
 
 
@@ -53,10 +53,10 @@ def explain(engine: Engine) -> Explanation:
     if times.seconds:
         measured = f"{in_seconds(statistics.median(times.seconds))} (median of {len(times.seconds)})"
         rows.append(("measured step", measured))
-        if sharding.runtime.device.type == "cpu":  # elsewhere it is the device that waits, and not the program
+        if sharding.runtime.device.type == "cpu":  # on CUDA the device waits, which the host cannot time
             waited = f"{in_seconds(statistics.median(times.waited))} a step"
             if sharding.collectives_stop_compute:
-                waited += ", all of them: they run on the caller's thread"
+                waited += ", all collectives: they run on the caller's thread"
             rows.append(("exposed collectives", waited))
     gathers, reductions = (stats["collectives"][kind] for kind in ("all_gather", "reduce_scatter"))
     rows.append(("collectives so far", f"{gathers} gathers, {reductions} reductions"))
@@ -100,9 +100,12 @@ def _plan_rows(engine: Engine, step: Step | None) -> list[tuple[str, str]]:
     if options.mode == "replay":
         why = engine.profile.why_not or "the first iterations are being recorded"
         return [("replay", f"nothing is active, parameters are gathered on demand: {why}")]
-    if engine.sharding.whole:
+    if engine.sharding.single_rank:
         return [
-            ("compiled", f"by {options.backend}, without a plan: one rank has every parameter, nothing is gathered")
+            (
+                "compiled",
+                f"by {options.backend}, without a plan: the only rank has every parameter, nothing is gathered",
+            )
         ]
     graphs = engine.sharding.planner.steps
     if not graphs:

@@ -1,6 +1,4 @@
-"""Where a learning-rate schedule and its optimizer's settings stand, to go back to when an update turns out not to have
-happened.
-"""
+"""A copy of a learning-rate schedule's state and of its optimizer's settings, to restore if the device skips an update."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ import torch
 
 
 class ScheduleState:
-    """Taken before ``scheduler.step()``. A schedule replaces the values of its state, and so do the settings of a group,
-    but for learning rates that are tensors: those are written to.
+    """Copied before ``scheduler.step()``, which replaces the values in its state dict and in the optimizer's groups. (Only
+    learning rates that are tensors are written in place, so those are cloned.)
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -1,5 +1,5 @@
-"""Engines hear of ``zero_grad``: the gradients of an accumulation are in the runtime, where setting ``param.grad`` does not
-reach.
+"""Tells engines of every ``zero_grad``. Within an accumulation the gradients are in the runtime's buffers, which clearing
+``param.grad`` would not reach.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 if TYPE_CHECKING:
     from deepcompile.engine.engine import Engine
 
-#: They count micro-batches.
+#: Engines that are told; each counts its micro-batches.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def hear_zero_grad(engine: Engine) -> None:
+def watch_zero_grad(engine: Engine) -> None:
     """From now on the engine is told when an optimizer or a module clears gradients."""
     _wrap_zero_grad()
     _engines.add(engine)

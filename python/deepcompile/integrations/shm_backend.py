@@ -23,11 +23,11 @@ def _make(options: Any, _pg_options: Any) -> Any:
 
 
 def register() -> None:
-    """Does nothing where this PyTorch has no torch.distributed, or where the backend is registered already."""
+    """Does nothing if this PyTorch has no torch.distributed, or if the backend is registered already."""
     if not dist.is_available() or "shm" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("shm", _make, extended_api=True, devices=["cpu"])
-    # What nobody has waited for gets a moment to complete.
+    # Operations that the program has not waited for get five seconds to complete.
     atexit.register(_C.close_shm_backends, datetime.timedelta(seconds=5))
 
 

@@ -1,4 +1,4 @@
-"""How many bytes this process could still use: of a device, or of the host within the limits of its container."""
+"""How many bytes this process can still allocate: on a device, or on the host within the limits of its container."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def memory_name(device: torch.device) -> str:
-    """The same for ranks that share one memory."""
+    """Identifies the memory: the same name on all ranks that share it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return platform.node() or "host"
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that could be used on the device (the host for CPU), now."""
+    """Bytes that can be allocated now on the device (on the host for CPU)."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -39,8 +39,8 @@ def _of_the_host() -> int:
 def container_memory(
     membership: str | os.PathLike[str] = "/proc/self/cgroup", mount: str | os.PathLike[str] = "/sys/fs/cgroup"
 ) -> Iterator[int]:
-    """Bytes that are left of each limit that a control group of this process has, in version 1 or 2; none without a limit.
-    Files that were read and not changed since are given up by the kernel before a limit is reached, so they do not count.
+    """For each memory limit of a control group (version 1 or 2) of this process, the bytes that are left. The kernel drops
+    inactive file cache before it enforces a limit, so that cache does not count as used.
     """
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
@@ -57,7 +57,7 @@ def container_memory(
 
 
 def _left_up_to(root: pathlib.Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """Of the group and of those around it. A container may see its own group as the root."""
+    """The bytes left in the group and in each group that contains it. (A container may see its own group as the root.)"""
     group = root / path.strip("/")
     for folder in (group, *group.parents):
         if folder != root and root not in folder.parents:

@@ -1,7 +1,7 @@
-"""What a step needs by the shapes of the batch, and the same for all ranks, whose batches may have other shapes.
+"""What a step needs that depends on the batch's shapes, combined over ranks, whose batches may have other shapes.
 
-Ranks plan alike, so what they plan from must be alike. Bytes are the largest of any rank: a plan then fits on every one.
-Estimated times are medians.
+All ranks must make the same plan, so they must plan from the same numbers: for bytes the largest of all ranks, so that the
+plan fits on each; for estimated times the median.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepcompile.compiler.step_outline import Saved
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """Of the graphs of one step, on one rank or on all."""
+    """Times and bytes of the graphs of one step, for one batch or combined."""
 
     seconds: Mapping[str, Sequence[float]]  # estimated, of each segment, by phase
     workspace: Mapping[str, Sequence[int]]  # bytes, of each segment, by phase
@@ -35,7 +35,7 @@ class BatchSizes:
         return [Saved(*segments, size) for segments, size in sorted(self.saved.items())]
 
     def put_into(self, graphs: Mapping[str, Segments]) -> None:
-        """The graphs' segments need what is said here from now on."""
+        """Sets the workspaces of the graphs' segments to these."""
         for phase, sizes in self.workspace.items():
             for segment, size in zip(graphs[phase].segments, sizes, strict=True):
                 segment.workspace = size
@@ -52,7 +52,7 @@ class BatchSizes:
 
 
 def over_all(sizes: Sequence[BatchSizes]) -> BatchSizes:
-    """Of the same graphs for several batches: of other ranks, or of other steps."""
+    """Combines the sizes of the same graphs for several batches, of several ranks or steps."""
     phases = sizes[0].workspace
     saved: dict[tuple[int, int], int] = {}
     for one in sizes:

@@ -1,7 +1,7 @@
-"""Measures the first iterations and plans again from what was measured, the same on all ranks.
+"""Measures the first iterations and plans again from the measurements, the same on all ranks.
 
-Nothing is run for the sake of measuring: the runtime notes when each parameter was asked for and when each collective ran,
-so measuring takes no memory beyond training's own.
+No step is run only to measure: the runtime records when each parameter was read and when each collective ran, so measuring
+needs no more memory than training does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Profile:
         self._updates: list[int] = []  # nanoseconds
         self.done = iterations == 0
         self.why_not = "" if iterations else "profile_steps is 0"
-        #: The first step was seen to lie in several graphs, on all ranks.
+        #: True if the first step ran in several compiled graphs, on all ranks.
         self.several_graphs = False
 
     @property
@@ -78,7 +78,7 @@ class Profile:
         return one_line(self._sharding, changed, self.why_not)
 
     def _now(self) -> int:
-        """When the device has done what it was given, which in a measured iteration may take its time."""
+        """The time when the device has finished all enqueued work. Blocks, so it is called in measured iterations only."""
         if self._sharding.runtime.device.type == "cuda":
             torch.cuda.synchronize(self._sharding.runtime.device)
         return time.monotonic_ns()
@@ -114,7 +114,7 @@ class Profile:
             self._reader = None
 
     def again(self) -> None:
-        """Measures anew. The first iteration is left out as ever."""
+        """Starts measuring again. The first iteration is left out, as in the first profile."""
         self.done, self._seen = False, 0
         self._finished.clear()
         self._updates.clear()
@@ -140,14 +140,14 @@ class Profile:
         else:
             own = self._measure(step)
             self.why_not = "" if own else "the iterations did not gather as planned"
-        everybody: list[Any] = [None] * self._sharding.world
-        dist.all_gather_object(everybody, own, group=self._sharding.group)
+        by_rank: list[Any] = [None] * self._sharding.world
+        dist.all_gather_object(by_rank, own, group=self._sharding.group)
         self._finished.clear()
-        if step is None or any(one is None for one in everybody):
+        if step is None or any(one is None for one in by_rank):
             if not self.why_not:
-                self.why_not = "another rank could not measure"  # incomplete on one: the plan stays on all
+                self.why_not = "another rank could not measure"  # then all ranks keep the plan they have
             return False
-        seconds, update_seconds, machine = over_ranks(everybody, steps.machine)
+        seconds, update_seconds, machine = over_ranks(by_rank, steps.machine)
         return steps.replan(step, seconds, update_seconds, machine)
 
     def _measure(self, step: Step) -> dict[str, Any] | None:
@@ -187,17 +187,17 @@ class Profile:
 
 
 def over_ranks(
-    everybody: Sequence[Mapping[str, Any]], machine: planner.Machine
+    by_rank: Sequence[Mapping[str, Any]], machine: planner.Machine
 ) -> tuple[dict[str, list[float]], float, planner.Machine]:
-    """What all ranks measured, as one: the medians of the segments' times and of the optimizer's, and ``machine`` with the
-    measured curves.
+    """Combines the measurements of all ranks: the median time of each segment and of the optimizer, and ``machine`` with
+    the measured curves.
     """
     seconds = {
-        phase: [statistics.median(one["seconds"][phase][i] for one in everybody) for i in range(len(values))]
-        for phase, values in everybody[0]["seconds"].items()
+        phase: [statistics.median(one["seconds"][phase][i] for one in by_rank) for i in range(len(values))]
+        for phase, values in by_rank[0]["seconds"].items()
     }
-    update_seconds = statistics.median(one["update"] for one in everybody)
-    gathers, reductions = (_fastest(one[kind] for one in everybody) for kind in ("gathers", "reductions"))
+    update_seconds = statistics.median(one["update"] for one in by_rank)
+    gathers, reductions = (_fastest(one[kind] for one in by_rank) for kind in ("gathers", "reductions"))
     return seconds, update_seconds, measured_machine(machine, gathers, reductions)
 
 
@@ -209,18 +209,18 @@ def segment_seconds(
     estimates: list[float],
     collectives: Iterable[tuple[int, int]] = (),
 ) -> list[float] | None:
-    """The time of each segment, without its waits: from the first parameter it asked for to the first that the next one
-    asked for, less the reads in between (compilers may move a read down to the first use) and the ``collectives`` (start,
-    end) that ran on the same thread. Where a segment asks for nothing, it shares a measurement with the one before, by
-    estimate. None when the ``events`` (name, start, end) are not the reads of the graph.
+    """The compute time of each segment: from its first read to the first read of the next segment, minus the time spent in
+    reads (compilers may move a read down to the first use) and in ``collectives`` (start, end) on the same thread. A segment
+    without reads shares a measurement with the one before; it is divided in proportion to ``estimates``. None if the
+    ``events`` (name, start, end) are not the reads of the graph.
     """
     events = sorted(events, key=lambda event: event[1])
     if [event[0] for event in events] != [read.param for read in reads]:
         return None
-    starts: dict[int, int] = {}  # of the segments that ask for something
+    starts: dict[int, int] = {}  # of the segments that have a read
     for read, (_, start, _) in zip(reads, events, strict=True):
         starts.setdefault(read.segment, start)
-    starts[0] = begin  # the way to the first segment counts as part of it
+    starts[0] = begin  # the time before the first read counts as part of the first segment
     waits = _union([*((start, stop) for _, start, stop in events), *collectives])
     result = [0.0] * len(estimates)
     measured = sorted(starts)
@@ -236,7 +236,7 @@ def segment_seconds(
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time without overlaps."""
+    """The union of the intervals, as intervals that do not overlap."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -256,7 +256,7 @@ def by_size(collectives: Iterable[tuple[int, int]]) -> dict[int, float]:
 
 
 def _fastest(curves: Iterable[dict[int, float]]) -> dict[int, float]:
-    """A collective lasts from the last rank's arrival: the rank that came last measures it best."""
+    """For each size the least time of any rank. Ranks that arrive early also measure their wait for the last one."""
     best: dict[int, float] = {}
     for curve in curves:
         for size, seconds in curve.items():
@@ -278,7 +278,7 @@ _MOST_POINTS = 9
 
 
 def _points(curve: Mapping[int, float]) -> list[tuple[int, int]]:
-    """(bytes, nanoseconds), evenly thinned out. The ends stay: beyond them a curve is continued from there."""
+    """(bytes, nanoseconds), thinned out evenly. The ends are kept, because the curve is extrapolated from them."""
     points: list[tuple[int, int]] = []
     floor = 1
     for size in sorted(curve):

@@ -1,4 +1,4 @@
-"""Plans in words and numbers: one line after planning, rows of a table, a trace for Perfetto."""
+"""Plans in words and numbers: one line after planning, and rows of a table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Explanation:
 
 
 def step_rows(step: Step) -> list[tuple[str, str]]:
-    """What the plan of a step is and what it is predicted to give."""
+    """Rows about the plan of a step and its predictions."""
     assert step.plan is not None
     planned = step.plan.planned
     source = "measured times" if step.measured else "estimated times"
@@ -53,16 +53,16 @@ def step_rows(step: Step) -> list[tuple[str, str]]:
     peak = max(planned.peak_bytes, step.plan.micro.peak_bytes)
     rows.append(("predicted peak", f"{in_bytes(peak)} of {in_bytes(planned.budget)}"))
     forward, backward = step.plan.graphs[FORWARD], step.plan.graphs[BACKWARD]
-    kept = [take.param for take in forward.takes if take.keep]
+    kept = [read.param for read in forward.reads if read.keep]
     rows.append(("launches", f"{len(forward.launches)} in the forward, {len(backward.launches)} in the backward"))
-    rows.append(("kept to the backward", f"{len(kept)} of {len({t.param for t in forward.takes})} parameters"))
+    rows.append(("kept to the backward", f"{len(kept)} of {len({r.param for r in forward.reads})} parameters"))
     if micro_batches > 1:
         rows.append(("kept for all micro-batches", f"{len(step.plan.kept)} parameters"))
     return rows
 
 
 def predicted_exposed(step: Step) -> float:
-    """What the step takes beyond its compute, in seconds. Where a collective stops compute, the planner counts it there."""
+    """Predicted seconds of the step beyond its compute. (The step time includes collectives that stop compute.)"""
     assert step.plan is not None
     micro_batch = sum(sum(seconds) for seconds in step.seconds.values())
     compute = micro_batch * step.plan.micro_batches + step.update_seconds
@@ -74,7 +74,7 @@ def one_line(sharding: Sharding, changed: bool, why_not: str) -> str:
     if step is None or step.plan is None or why_not:
         return f"deepcompile: not planned from measurements: {why_not}"
     planned = step.plan.planned
-    kept = sum(take.keep for take in step.plan.graphs[FORWARD].takes)
+    kept = sum(read.keep for read in step.plan.graphs[FORWARD].reads)
     return (
         f"deepcompile: ZeRO-{sharding.config.stage} on {sharding.world} ranks, plan '{planned.strategy}' from measurements"
         f"{'' if changed else ' (the same as from estimates)'}: step {in_seconds(planned.step_ns * 1e-9)}, "

@@ -1,7 +1,7 @@
-"""From cut graphs to the planner's step graph: its parameters, what is saved, its nodes, and the pieces of the update.
+"""Builds the planner's step graph from cut graphs: parameters, saved values, nodes, and the pieces of the update.
 
-The nodes of a step graph are numbered in the order of the program: the segments of the forward, those of the backward,
-micro-batch by micro-batch, and then the pieces of the update. What reads a plan goes by these numbers; names are for people.
+The nodes of a step graph are numbered in program order: for each micro-batch the segments of the forward and those of the
+backward, then the pieces of the update. Code that reads a plan uses these numbers; node names are for messages only.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from deepcompile.compiler.step_outline import Saved
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamFacts:
-    """What the planner has to know of a parameter besides what the graph shows."""
+class ParamMetadata:
+    """What the planner needs of a parameter besides what the graph contains."""
 
     shard_bytes: int
-    grad_bytes: int  # of the gradient as a whole, in the dtype in which it is reduced; 0: frozen
+    grad_bytes: int  # of the whole gradient, in the dtype in which it is reduced; 0: frozen
     state_bytes: int  # of the optimizer's state on this rank
     stays: bool  # gathered from update to update, whatever the plan
-    sum_bytes: int = 0  # of this rank's part of the gradient, where reductions add up
-    cast_bytes: int = 0  # of the gradient as it is made, where it must be copied to be reduced
-    id: int = -1  # by which the runtime knows it
+    sum_bytes: int = 0  # of this rank's gradient buffer
+    cast_bytes: int = 0  # of the gradient before the cast, if it must be cast to be reduced; else 0
+    id: int = -1  # the runtime's
 
 
 def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
@@ -41,7 +41,7 @@ def first_nodes(graphs: Mapping[str, Segments]) -> dict[str, int]:
 def step_graph(
     name: str,
     graphs: Mapping[str, Segments],
-    facts: Mapping[str, ParamFacts],
+    metadata: Mapping[str, ParamMetadata],
     world: int,
     seconds: Mapping[str, list[float]],
     saved: Sequence[Saved],
@@ -54,31 +54,33 @@ def step_graph(
     piece_workspace: Sequence[int] = (),
 ) -> planner.StepGraph:
     """``seconds``: of each segment, by phase; ``update_seconds``: of the optimizer; ``kept``: parameters that stay gathered
-    all the time; ``late_gradients``: memory for gradients is taken when the first backward has them, and goes with the
-    update; ``pieces``: parameters that are updated together, where they are not all, with the bytes that each needs beside.
+    all the time; ``late_gradients``: gradient buffers are allocated in the first backward and freed by the update;
+    ``pieces``: the parameters of each piece of the update (empty: one piece); ``piece_workspace``: the bytes of each piece.
     """
     builder = planner.StepGraphBuilder(name, world=world)
     shown = {param.name: param for segments in graphs.values() for param in segments.params.values()}
-    stays = {param for param in shown if facts[param].stays} | set(kept)
+    stays = {param for param in shown if metadata[param].stays} | set(kept)
     backward = graphs[BACKWARD].segments if BACKWARD in graphs else []
     made = {grad for segment in backward for grad in segment.grads}
-    updated = [param for param in shown if param in made and facts[param].grad_bytes]
+    updated = [param for param in shown if param in made and metadata[param].grad_bytes]
     late = set(updated) if late_gradients else set()
     params: dict[str, int] = {}
-    for param, facts_of in ((param, facts[param]) for param in shown):
-        trained = facts_of.grad_bytes > 0
+    for param, own in ((param, metadata[param]) for param in shown):
+        trained = own.grad_bytes > 0
         params[param] = builder.param(
             param,
             bytes=shown[param].bytes,
-            shard=facts_of.shard_bytes,
-            grad=facts_of.grad_bytes,
-            accum=0 if not trained or param in late else facts_of.sum_bytes,
-            state=facts_of.state_bytes if trained else 0,
+            shard=own.shard_bytes,
+            grad=own.grad_bytes,
+            accum=0 if not trained or param in late else own.sum_bytes,
+            state=own.state_bytes if trained else 0,
             persistent=param in stays,
             frozen=not trained,
         )
-    sums = {p: builder.buffer(f"gradient:{p}", bytes=facts[p].sum_bytes, gradient=True) for p in updated if p in late}
-    # A gradient is reduced when its node has run: memory for the sum is there from the next node on.
+    sums = {
+        p: builder.buffer(f"gradient:{p}", bytes=metadata[p].sum_bytes, gradient=True) for p in updated if p in late
+    }
+    # A gradient is reduced when its node has run, so its buffer is allocated from the next node on.
     to_come, reduced = set(sums), list[int]()
     made_in, read_in = (
         defaultdict[int, list[int]](list),
@@ -93,7 +95,7 @@ def step_graph(
         ]
         for phase, segments in graphs.items():
             for index, segment in enumerate(segments.segments):
-                grads = [grad for grad in segment.grads if grad in facts and facts[grad].grad_bytes]
+                grads = [grad for grad in segment.grads if grad in metadata and metadata[grad].grad_bytes]
                 makes = [buffers[place] for place in made_in.get(index, ())] if phase == FORWARD else []
                 reads = [buffers[place] for place in read_in.get(index, ())] if phase == BACKWARD else []
                 builder.node(
@@ -102,7 +104,7 @@ def step_graph(
                     time=_nanoseconds(seconds[phase][index]),
                     block=index,
                     micro=micro,
-                    workspace=_workspace(segment, grads, facts),
+                    workspace=_workspace(segment, grads, metadata),
                     uses=[params[param] for param in segment.uses],
                     grads=[params[param] for param in grads],
                     makes=makes + reduced,
@@ -111,10 +113,10 @@ def step_graph(
                 reduced = [sums[grad] for grad in grads if grad in to_come]
                 to_come -= set(grads)
     cut_up = [[param for param in piece if param in sums or param in updated] for piece in pieces] or [updated]
-    everything = sum(facts[param].shard_bytes for param in updated) or 1
+    everything = sum(metadata[param].shard_bytes for param in updated) or 1
     for index, piece in enumerate(cut_up if updated else ()):
-        share = sum(facts[param].shard_bytes for param in piece) / everything
-        is_last = index == len(cut_up) - 1  # the sums all go when all parameters are updated
+        share = sum(metadata[param].shard_bytes for param in piece) / everything
+        is_last = index == len(cut_up) - 1  # gradient buffers are freed when all parameters are updated
         builder.node(
             f"update{index}" if len(cut_up) > 1 else "update",
             phase="update",
@@ -127,8 +129,8 @@ def step_graph(
     return builder.build()
 
 
-def _workspace(segment: Segment, grads: Sequence[str], facts: Mapping[str, ParamFacts]) -> int:
-    return segment.workspace + max((facts[grad].cast_bytes for grad in grads), default=0)
+def _workspace(segment: Segment, grads: Sequence[str], metadata: Mapping[str, ParamMetadata]) -> int:
+    return segment.workspace + max((metadata[grad].cast_bytes for grad in grads), default=0)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -1,5 +1,5 @@
-"""From the planner's plan of a step to what each compiled graph gathers, keeps and starts when, and to the schedule by which
-it runs. The graphs themselves know no plan: they are compiled once, with their reads in a fixed order.
+"""Turns the planner's plan of a step into a plan for each compiled graph, and that into the schedule that the runtime
+follows. The graphs themselves do not depend on the plan: they are compiled once, with their reads in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from deepcompile import plan as planner
 from deepcompile.compiler.reads import reads_of, slots_of
 from deepcompile.compiler.segments import BACKWARD, FORWARD, Segments, read_once, small_params
-from deepcompile.planning.step_graph import ParamFacts, first_nodes
+from deepcompile.planning.step_graph import ParamMetadata, first_nodes
 from deepcompile.runtime.load import _C
 from deepcompile.sharding.state_moves import Moves, Schedule, placed_moves, state_schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Take:
-    """One gather in a graph: before which segment, and whether a copy is kept for a later graph."""
+class PlannedRead:
+    """One stretch in which a graph reads a gathered copy, and whether the copy is kept for a later graph."""
 
-    segment: int
+    segment: int  # the copy is needed before it
     param: str
     keep: bool
-    last: int  # the last segment that reads what it returns
+    last: int  # the last segment that reads the copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class GraphPlan:
-    takes: tuple[Take, ...]
+    reads: tuple[PlannedRead, ...]
     launches: tuple[Launch, ...]
     #: Of the optimizer's states, each before a segment.
     moves: tuple[tuple[int, Moves], ...] = ()
@@ -48,12 +48,12 @@ class GraphPlan:
 
 @dataclasses.dataclass
 class StepPlan:
-    """What all graphs of one step do, with the plan it came from."""
+    """What all graphs of one step do, and the plan that this was derived from."""
 
     graphs: dict[str, GraphPlan]  # by phase
     planned: planner.Plan  # of the whole step, all micro-batches
-    #: Of one micro-batch, beside which what is kept from one to the next stays: what the graphs do. The same as
-    #: ``planned`` where there is no accumulation.
+    #: The plan of one micro-batch, given the parameters that stay over all micro-batches (``kept``); the graphs follow this
+    #: one. The same as ``planned`` without accumulation.
     micro: planner.Plan
     micro_batches: int = 1  # of ``planned``
     #: Gathered once in a step and kept for all its micro-batches.
@@ -61,9 +61,9 @@ class StepPlan:
     #: Gradients that are reduced together, in the order of the reductions.
     reductions: tuple[tuple[str, ...], ...] = ()
     reductions_in_flight: int = 2  # at most, at any time
-    #: Of the optimizer's states; None where the plan does not know where they are.
+    #: Of the optimizer's states; None if the plan does not cover them.
     states: Schedule | None = None
-    #: By which the compiled graphs run, by phase.
+    #: The schedules of the compiled graphs, by phase.
     schedules: dict[str, _C.StepSchedule] = dataclasses.field(default_factory=dict)
 
     @property
@@ -73,9 +73,9 @@ class StepPlan:
 
 @dataclasses.dataclass
 class Gathers:
-    """A plan's gathers of one micro-batch, by the numbers of the segments' nodes, and its reductions in their order."""
+    """A plan's gathers by node number, and its reductions in order. Only the nodes of segments count, not the update's."""
 
-    #: The node before which each is started, with its parameters.
+    #: For each fused gather the node before which it starts, and its parameters.
     launches: list[tuple[int, tuple[str, ...]]]
     #: For each parameter the stretches [from, to) of nodes in which it is gathered.
     intervals: dict[str, list[list[int]]]
@@ -103,7 +103,7 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
                 found.intervals[names[index]][-1][1] = following
         elif kind == "reduce":
             found.reductions.append(tuple(names[index] for _, index in items))
-            # The caller waits, if it must, when it has started the next.
+            # (The runtime waits for an earlier reduction only after it has started the next one.)
             found.reductions_in_flight = max(found.reductions_in_flight, len(under_way))
             under_way.add(operation)
         elif kind == "wait":
@@ -114,23 +114,21 @@ def placed_gathers(planned: planner.Plan, graphs: Mapping[str, Segments]) -> Gat
 def step_plan(
     planned: planner.Plan,
     graphs: Mapping[str, Segments],
-    facts: Mapping[str, ParamFacts],
+    metadata: Mapping[str, ParamMetadata],
     kept: frozenset[str] = frozenset(),
     pieces: int = 0,
 ) -> StepPlan:
-    """Reads the plan of one micro-batch as what each graph does. ``pieces`` of an update around which the optimizer's states
-    move; 0 where they do not.
-    """
+    """Splits the plan of one micro-batch by graph. ``pieces``: of the update, if the plan moves optimizer states; else 0."""
     gathers, first = placed_gathers(planned, graphs), first_nodes(graphs)
-    takes: dict[str, list[Take]] = {phase: [] for phase in graphs}
+    reads: dict[str, list[PlannedRead]] = {phase: [] for phase in graphs}
     uses = {phase: _uses_of(segments) for phase, segments in graphs.items()}
     for phase, segments in graphs.items():
         for param in segments.params:
             used = uses[phase].get(param)
             if not used:
                 continue
-            if facts[param].stays or param in kept:
-                takes[phase].append(Take(used[0], param, True, used[-1]))
+            if metadata[param].stays or param in kept:
+                reads[phase].append(PlannedRead(used[0], param, True, used[-1]))
                 continue
             base = first[phase]
             for begin, end in gathers.intervals.get(param, [[0, gathers.nodes]]):
@@ -138,11 +136,11 @@ def step_plan(
                 if inside:
                     later = phase == FORWARD and BACKWARD in graphs and end > base + len(segments.segments)
                     keep = later and param in uses[BACKWARD]
-                    # One that came from the forward is there already; nothing is waited for.
-                    takes[phase].append(Take(0 if begin < base else inside[0], param, keep, inside[-1]))
+                    # A copy that the forward kept is there from the beginning.
+                    reads[phase].append(PlannedRead(0 if begin < base else inside[0], param, keep, inside[-1]))
     moves: list[Moves] = []
     if pieces:
-        moves = placed_moves(planned, [facts[param].id for param in planned.graph.params])
+        moves = placed_moves(planned, [metadata[param].id for param in planned.graph.params])
     result = {}
     for phase, segments in graphs.items():
         base = first[phase]
@@ -152,7 +150,7 @@ def step_plan(
             for where, params in gathers.launches
             if base <= where < base + len(segments.segments) and params
         ]
-        together = _taken_together(takes[phase], own)
+        together = _read_together(reads[phase], own)
         result[phase] = GraphPlan(
             tuple(together), tuple(_worthwhile(own, together)), tuple((index, one) for index, one in states if one)
         )
@@ -172,43 +170,43 @@ def _uses_of(segments: Segments) -> dict[str, list[int]]:
     return found
 
 
-def _taken_together(takes: list[Take], launches: list[Launch]) -> list[Take]:
-    """Parameters of one collective arrive together: waiting for the first is waiting for all, and each place at which a
-    graph waits keeps Inductor from fusing across it.
+def _read_together(reads: list[PlannedRead], launches: list[Launch]) -> list[PlannedRead]:
+    """Moves reads up so that all parameters of one fused gather are read before the same segment. They arrive together
+    anyway.
     """
-    moved = {id(take): take for take in takes}
-    takes_of: dict[str, list[Take]] = {}
-    for take in takes:
-        takes_of.setdefault(take.param, []).append(take)
-    again: dict[str, int] = {}  # parameter -> where it is gathered next, behind the launch at hand
+    moved = {id(read): read for read in reads}
+    reads_of_param: dict[str, list[PlannedRead]] = {}
+    for read in reads:
+        reads_of_param.setdefault(read.param, []).append(read)
+    again: dict[str, int] = {}  # parameter -> the segment of its next launch after the current one
     for launch in reversed(launches):
         members = []
         for param in launch.params:
             limit = again.get(param, math.inf)
-            mine = (take for take in takes_of.get(param, ()) if launch.segment <= take.segment < limit)
+            mine = (read for read in reads_of_param.get(param, ()) if launch.segment <= read.segment < limit)
             members += list(itertools.islice(mine, 1))
         again |= dict.fromkeys(launch.params, launch.segment)
         if members:
-            first = min(take.segment for take in members)
-            for take in members:
-                moved[id(take)] = dataclasses.replace(take, segment=first)
-    return sorted(moved.values(), key=lambda take: take.segment)
+            first = min(read.segment for read in members)
+            for read in members:
+                moved[id(read)] = dataclasses.replace(read, segment=first)
+    return sorted(moved.values(), key=lambda read: read.segment)
 
 
-def _worthwhile(launches: list[Launch], takes: list[Take]) -> list[Launch]:
-    """Without those whose one parameter is taken right there: the take starts it itself."""
-    at = {(take.segment, take.param) for take in takes}
+def _worthwhile(launches: list[Launch], reads: list[PlannedRead]) -> list[Launch]:
+    """``launches`` without those of one parameter that is read at the same place: the read itself gathers it."""
+    at = {(read.segment, read.param) for read in reads}
     return [one for one in launches if len(one.params) > 1 or (one.segment, one.params[0]) not in at]
 
 
-def without_keeping(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
-    """The same, but each graph gathers for itself, except what stays whatever the plan."""
+def without_keeping(plan: StepPlan, metadata: Mapping[str, ParamMetadata]) -> StepPlan:
+    """The plan without copies kept from graph to graph, except parameters that stay gathered anyway."""
 
-    def changed(take: Take) -> Take:
-        return dataclasses.replace(take, keep=facts[take.param].stays)
+    def changed(read: PlannedRead) -> PlannedRead:
+        return dataclasses.replace(read, keep=metadata[read.param].stays)
 
     graphs = {
-        phase: dataclasses.replace(graph, takes=tuple(changed(take) for take in graph.takes))
+        phase: dataclasses.replace(graph, reads=tuple(changed(read) for read in graph.reads))
         for phase, graph in plan.graphs.items()
     }
     return dataclasses.replace(plan, graphs=graphs, kept=frozenset())
@@ -220,7 +218,7 @@ ScheduledEvent = tuple[tuple[int, torch.dtype, str, bool], bool, list[list[Key]]
 
 
 def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> list[ScheduledEvent]:
-    """What the runtime does at each event of a compiled graph: at its beginning, and at each of its reads."""
+    """What the runtime does at each event of a compiled graph. Its events are its beginning and its reads."""
     reads, slots = reads_of(segments), {param: slot for slot, param in enumerate(slots_of(segments))}
     small = small_params(segments.params.values())
     once = small | read_once(segments.segments)
@@ -231,37 +229,37 @@ def graph_schedule(graph_plan: GraphPlan, segments: Segments, phase: str) -> lis
         return slots[param], segments.params[param].dtype
 
     def until(segment: int) -> tuple[list[list[Key]], _StateMoves]:
-        """What the plan has up to the beginning of ``segment`` and no earlier event does: a segment that reads nothing has
-        no event.
+        """The gathers and moves planned up to ``segment`` that no earlier event has. (A segment without reads has no event,
+        so the next event does what is planned there.)
         """
         gathers, moves = [], []
         while launches and launches[0].segment <= segment:
             gathers.append([key(param) for param in launches.popleft().params if param not in small])
         while all_moves and all_moves[0][0] <= segment:
             moves.append(all_moves.popleft()[1])
-        leave, free, fetch = (
-            tuple(state for one in moves for state in getattr(one, name)) for name in ("leave", "free", "fetch")
+        offload, free, reload = (
+            tuple(state for one in moves for state in getattr(one, name)) for name in ("offload", "free", "reload")
         )
-        return [together for together in gathers if together], (leave, free, fetch)
+        return [together for together in gathers if together], (offload, free, reload)
 
     gathers, moves = until(0)
     at_once = [key(read.param) for read in reads if read.param in small]
     events: list[ScheduledEvent] = [
         ((-1, torch.float32, "graph", backward), False, [at_once, *gathers] if at_once else gathers, moves)
     ]
-    takes_of: dict[str, list[Take]] = {}
-    for take in graph_plan.takes:
-        takes_of.setdefault(take.param, []).append(take)
+    reads_of_param: dict[str, list[PlannedRead]] = {}
+    for planned in graph_plan.reads:
+        reads_of_param.setdefault(planned.param, []).append(planned)
     segments_of: dict[str, deque[int]] = {}  # parameter -> where its reads are that have no event yet
     for read in reads:
         segments_of.setdefault(read.param, deque()).append(read.segment)
     for read in reads:
-        takes, later = takes_of.get(read.param, []), segments_of[read.param]
+        planned_reads, later = reads_of_param.get(read.param, []), segments_of[read.param]
         later.popleft()
         if read.param in once:  # the graph holds it to its last use
-            keep = bool(takes) and takes[-1].keep
+            keep = bool(planned_reads) and planned_reads[-1].keep
         else:
-            taken = next((one for one in takes if one.segment <= read.segment <= one.last), None)
-            keep = taken is not None and (taken.keep if not later or later[0] > taken.last else True)
+            current = next((one for one in planned_reads if one.segment <= read.segment <= one.last), None)
+            keep = current is not None and (current.keep if not later or later[0] > current.last else True)
         events.append(((*key(read.param), "read", backward), keep, *until(read.segment)))
     return events

@@ -15,7 +15,7 @@ from deepcompile.compiler.step_outline import Saved, StepOutline
 from deepcompile.config.config import LEAST
 from deepcompile.planning.available_memory import available_memory, memory_name
 from deepcompile.planning.batch_sizes import BatchSizes, over_all
-from deepcompile.planning.step_graph import ParamFacts
+from deepcompile.planning.step_graph import ParamMetadata
 from deepcompile.planning.step_plan import StepPlan, graph_schedule, step_plan, without_keeping
 from deepcompile.planning.whole_step import Inputs, plan_whole_step
 from deepcompile.runtime.agreement import Agreement
@@ -23,9 +23,9 @@ from deepcompile.runtime.load import _C
 from deepcompile.sharding.sharding import CompiledCall, ShardedParam, Sharding
 from deepcompile.sharding.state_offload import estimated_bytes
 
-#: What collectives cost between the ranks of one host before anything is measured: nanoseconds, and bytes a second.
+#: Estimated cost of collectives between ranks of one host: latency in nanoseconds, and bytes a second.
 _SOCKETS, _SHARED_MEMORY = (100_000, 1_000_000_000), (10_000, 5_000_000_000)
-#: How much longer compute takes while a collective runs, in thousandths. On the caller's thread it does not go on at all.
+#: By how much a running collective slows compute down, in thousandths. On the caller's thread compute stops completely.
 _BESIDE_COMPUTE, _INSTEAD_OF_COMPUTE = 200, 100_000
 
 
@@ -37,30 +37,30 @@ def _unmeasured_machine(sharding: Sharding) -> planner.Machine:
             slowdown=_INSTEAD_OF_COMPUTE if sharding.collectives_stop_compute else _BESIDE_COMPUTE,
         )
     moves_states = sharding.offload is not None and sharding.offload.planned
-    # Of what a plan may offload the runtime moves states, where an engine asks for it.
+    # Of all that a plan could offload, the runtime moves only optimizer states, and only if the engine asks for it.
     return machine.replace(name="this", devices=max(1, sharding.world), offload="states" if moves_states else "no")
 
 
 def _bytes_on_device(pieces: list[list[ShardedParam]]) -> Iterator[int]:
-    """Of states, while each piece is updated: its own, those that arrive and those that leave."""
+    """Bytes of states on the device while each piece is updated: its own, the piece before (leaving) and the next one."""
     sizes = [0, *(sum(map(estimated_bytes, piece)) for piece in pieces), 0]
     return (sum(sizes[index : index + 3]) for index in range(len(pieces)))
 
 
-#: How a rank says that it has no plan; the reason follows.
+#: Begins the message of a rank that has no plan; the reason follows.
 _NO_PLAN = "no plan: "
 
-#: Bytes that no one misses.
-_LITTLE = 16 << 20
+#: Idle memory for gathered parameters that a device may keep: too little to matter to activations.
+_IDLE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOptions:
-    """How an iteration that was recorded as a whole is planned."""
+    """How a recorded iteration is planned."""
 
     machine: planner.Machine  # measured
     budget: int
-    prefetch_ahead: int | None  # layers that a gather may be started ahead; None: as the planner likes
+    prefetch_ahead: int | None  # layers that a gather may be started ahead; None: no limit
 
 
 @dataclasses.dataclass
@@ -76,9 +76,9 @@ class Step:
     update_seconds: float = 1e-6  # of the optimizer
     measured: bool = False
     ran_in: int = 0  # number of the engine's step in which its forward ran last
-    #: Of a recorded iteration; where not given, the planner's own.
+    #: Of a recorded iteration; None for compiled graphs.
     recorded: RecordedOptions | None = None
-    #: Needed for the largest batches that this rank has compiled the graphs for.
+    #: The largest sizes over all batches for which this rank has compiled the graphs.
     own_sizes: BatchSizes | None = None
 
     @property
@@ -87,7 +87,7 @@ class Step:
 
 
 class StepPlanner:
-    """Making one is a collective."""
+    """Plans the steps of one sharded model. Its construction is a collective."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -97,35 +97,35 @@ class StepPlanner:
         self.machine = _unmeasured_machine(sharding)
         self.budget = self._agree_on_budget()
         self._leaves = {sharded.name for sharded in sharding.params if sharded.leaf}
-        # Activations can have what a layer has been done with. A host would make the pages anew; a device's allocator has
-        # them at once, and is spared for a little that no one misses.
+        # Idle memory of released parameters is freed for activations: always under a budget, else on a device only, whose
+        # allocator returns it at once. (On a host new pages would cost page faults.)
         if self._config.memory_budget is not None:
             sharding.runtime.limit_idle_memory(0)
         elif sharding.runtime.device.type == "cuda":
-            sharding.runtime.limit_idle_memory(_LITTLE)
+            sharding.runtime.limit_idle_memory(_IDLE_BYTES)
         self.use_budget(self.budget)
-        self._facts: dict[str, ParamFacts] = {}
-        self.learn_facts()
+        self._metadata: dict[str, ParamMetadata] = {}
+        self.refresh_metadata()
 
     def use_budget(self, budget: int) -> None:
-        """What follows runs within ``budget``: small parameters stay gathered for a whole step only where nobody wants less
-        memory than there is.
+        """Later steps run within ``budget``. Small parameters are gathered together and stay for a whole step only when no
+        budget is set.
         """
         unbounded = self._config.memory_budget is None and budget >= self.budget
         self._sharding.runtime.gather_small_together(unbounded and self._config.compile.strategy == "auto")
 
-    def learn_facts(self) -> None:
-        """What each parameter holds besides what graphs show; again when others are trained."""
-        self._facts = {sharded.name: self._facts_of(sharded) for sharded in self._sharding.params}
+    def refresh_metadata(self) -> None:
+        """Collects the parameters' metadata; called again when other parameters are trained or states were made."""
+        self._metadata = {sharded.name: self._metadata_of(sharded) for sharded in self._sharding.params}
 
-    def _facts_of(self, sharded: ShardedParam) -> ParamFacts:
+    def _metadata_of(self, sharded: ShardedParam) -> ParamMetadata:
         param, stays = sharded.param, sharded.persistent or sharded.leaf
         if not param.requires_grad:
-            return ParamFacts(param.nbytes, 0, 0, stays, id=sharded.id)
+            return ParamMetadata(param.nbytes, 0, 0, stays, id=sharded.id)
         offload = self._sharding.offload
         sums_in = self._sharding.sum_dtype(param)
         travels_in = self._config.reduce_dtype or sums_in
-        return ParamFacts(
+        return ParamMetadata(
             shard_bytes=param.nbytes,
             grad_bytes=sharded.numel * travels_in.itemsize,
             state_bytes=estimated_bytes(sharded) if offload is None else offload.bytes_planned(sharded),
@@ -135,19 +135,21 @@ class StepPlanner:
             id=sharded.id,
         )
 
-    def _facts_between_updates(self) -> dict[str, ParamFacts]:
-        """For steps that train nothing: states that are on the host from update to update take no memory then."""
+    def _metadata_between_updates(self) -> dict[str, ParamMetadata]:
+        """The metadata for graphs without a backward: states that are on the host between updates take no device memory."""
         offload = self._sharding.offload
         if offload is None or not offload.planned or not any(step.trains for step in self.steps.values()):
-            return self._facts
+            return self._metadata
         away = set(offload.schedule().on_host)
         return {
-            name: dataclasses.replace(fact, state_bytes=0) if fact.id in away else fact
-            for name, fact in self._facts.items()
+            name: dataclasses.replace(one, state_bytes=0) if one.id in away else one
+            for name, one in self._metadata.items()
         }
 
     def _agree_on_budget(self) -> int:
-        """What each rank may use: of the memory that it shares with others, its part. 0: the least that holds a step."""
+        """The bytes that each rank may use: ``memory_budget``, or its part of the free memory. 0: the least that holds a
+        step. A collective.
+        """
         device = self._sharding.runtime.device
         free = available_memory(device)
         said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
@@ -162,7 +164,7 @@ class StepPlanner:
         """
         graphs, saved = dict(outline.graphs), list(outline.saved)
         if all(name in self._leaves for cut_ in graphs.values() for name in cut_.params):
-            # They are there from the entry of the leaf module, whatever is compiled of it here and on other ranks.
+            # Ranks may compile different parts of a leaf module, so such graphs are not planned; see the reason.
             return Step("leaf", graphs, saved, why_not="the parameters of leaf modules are gathered at their entry")
         key = structure_hash(graphs.values())
         own = BatchSizes.of(graphs, saved)
@@ -180,15 +182,15 @@ class StepPlanner:
         return step
 
     def _agree_on_sizes(self, step: Step, what: str, said: str) -> BatchSizes:
-        """What the step's graphs need on any rank: batches may differ, plans may not. A collective."""
+        """Combines what the step's graphs need over all ranks: batches may differ, plans may not. A collective."""
         assert step.own_sizes is not None
-        everybody: list[BatchSizes] = []
+        by_rank: list[BatchSizes] = []
         for rank, line in enumerate(self._agreement.exchange(f"{what}\n{step.own_sizes.text}", said)):
             other, _, text = line.partition("\n")
             if other != what:
                 self._agreement.refuse(what, other, rank, said)
-            everybody.append(BatchSizes.parse(text))
-        sizes = over_all(everybody)
+            by_rank.append(BatchSizes.parse(text))
+        sizes = over_all(by_rank)
         sizes.put_into(step.graphs)
         step.saved = sizes.saved_buffers()
         return sizes
@@ -196,26 +198,26 @@ class StepPlanner:
     def _plan(self, step: Step) -> None:
         """Gives the step a plan, or the reason why there is none."""
         step.plan = None
-        if self._sharding.reads_what_it_has and step.trains:
+        if self._sharding.reads_in_place and step.trains:
             step.why_not = "one rank reads its parameters where they lie"
             return
-        unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._facts]
+        unknown = [p for segments in step.graphs.values() for p in segments.params if p not in self._metadata]
         if unknown:
             step.why_not = f"the graph gathers {unknown[0]}, which is no parameter of this model"
             return
         recorded = step.recorded
         keeps = not step.trains or recorded is not None or self._may_keep(step)
-        # Where the plan is of one of several micro-batches the sums of the earlier ones are there from its start.
+        # In a plan of one micro-batch out of several, gradient buffers may exist from its start.
         of_all = (self._config.gradient_accumulation_steps or 1) == 1 or (keeps and recorded is None)
         offload = self._sharding.offload
         pieces = offload.pieces if offload is not None and step.trains and recorded is None else []
-        # A part of a model does not know where the others' states are.
+        # A graph of a part of the model does not know where the states of the other parts are.
         moves_states = offload is not None and offload.planned and bool(pieces) and self.holds_model(step)
         machine = recorded.machine if recorded else self.machine
         inputs = Inputs(
             step.name,
             step.graphs,
-            self._facts if step.trains else self._facts_between_updates(),
+            self._metadata if step.trains else self._metadata_between_updates(),
             self._sharding.world,
             step.seconds,
             step.saved,
@@ -223,7 +225,7 @@ class StepPlanner:
             machine if moves_states else machine.replace(offload="no"),
             recorded.budget if recorded else self.budget,
             self._config.compile.strategy,
-            self._sharding.lets_gradients_go and of_all,
+            self._sharding.frees_gradients and of_all,
             tuple(tuple(sharded.name for sharded in piece) for piece in pieces),
             tuple(_bytes_on_device(pieces)) if offload is not None and not offload.planned else (),
             moves_states,
@@ -241,7 +243,7 @@ class StepPlanner:
             return
         step.why_not = ""
         if not keeps:
-            step.plan = without_keeping(step.plan, self._facts)
+            step.plan = without_keeping(step.plan, self._metadata)
         if recorded is None:
             step.plan.schedules = {
                 phase: _C.StepSchedule(graph_schedule(step.plan.graphs[phase], segments, phase))
@@ -249,18 +251,18 @@ class StepPlanner:
             }
 
     def plan_recorded(self, step: Step) -> None:
-        """Plans an iteration that was recorded. The caller sees to it that all ranks do and mean the same."""
+        """Plans a recorded iteration. The caller ensures that all ranks plan the same one."""
         self._plan(step)
 
     def load_recorded(self, step: Step, graph_text: str, plan_text: str) -> None:
-        """Takes a plan that was made before, proved again."""
+        """Loads a plan that was saved, and verifies it again."""
         assert step.recorded is not None
         graph = planner.StepGraph(graph_text, step.name)
         loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
-        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._facts), self._facts)
+        step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._metadata), self._metadata)
 
     def _agree(self, step: Step, what: str, said: str) -> None:
-        """All ranks plan the same, or none: where one has no plan, all run as without one."""
+        """Checks that all ranks made the same plan. If one rank has none, all run without."""
         own = f"plan {step.plan.hash}" if step.plan else f"{_NO_PLAN}{step.why_not}"
         outcomes = []
         for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", said)):
@@ -278,16 +280,16 @@ class StepPlanner:
 
     @property
     def plans_reductions(self) -> bool:
-        """Not where the configuration says how large buckets are, nor where nothing runs beside a reduction, unless memory
-        is what counts.
+        """Whether the plan decides which gradients are reduced together. False if the configuration sets the bucket size;
+        and, unless there is a memory budget, if collectives run on the caller's thread, where nothing overlaps them.
         """
         if self._config.zero_optimization.reduce_bucket_size is not None or self._sharding.world == 1:
             return False
         return not self._sharding.collectives_stop_compute or self._config.memory_budget is not None
 
     def place_reductions(self, plans: Sequence[StepPlan] | None = None) -> None:
-        """Tells the runtime which gradients to reduce together from the next backward on: as ``plans`` have it; where None,
-        as those of the compiled graphs.
+        """Tells the runtime which gradients to reduce together from the next backward on: those of ``plans``, by default the
+        plans of the compiled graphs.
         """
         if not self.plans_reductions:
             return
@@ -299,22 +301,22 @@ class StepPlanner:
         self._sharding.runtime.plan_reductions(self._sharding.graph_id, buckets, in_flight)
 
     def _may_keep(self, step: Step) -> bool:
-        """A graph that holds only a part of the model does not know what others keep, nor for how many equal layers it runs:
-        it keeps parameters to the backward only where all of them could stay.
+        """Whether the step's graphs may keep parameters from forward to backward. A graph of a part of the model does not
+        know what other graphs keep, nor how many equal layers it runs for; so it may only if all parameters would fit.
         """
         if self.holds_model(step):
             return True
         everything = sum(s.numel * s.read_dtype.itemsize for s in self._sharding.params)
-        held = sum(fact.shard_bytes + fact.grad_bytes + fact.state_bytes for fact in self._facts.values())
+        held = sum(one.shard_bytes + one.grad_bytes + one.state_bytes for one in self._metadata.values())
         return 2 * (everything + held) <= self.budget
 
     def holds_model(self, step: Step) -> bool:
-        """True when the step's graphs read every parameter that is trained; else they are a part of a step."""
+        """True if the step's graphs read every trained parameter; else they are only a part of a step."""
         gathered = {param for segments in step.graphs.values() for param in segments.params}
-        return gathered >= {name for name, fact in self._facts.items() if fact.grad_bytes}
+        return gathered >= {name for name, one in self._metadata.items() if one.grad_bytes}
 
     def in_several_graphs(self, calls: Iterable[CompiledCall], micro_batches: int) -> bool:
-        """Whether a step lies in several graphs, by its ``calls``: so where all ranks found it. A collective."""
+        """Whether a step ran in several graphs, according to its ``calls`` on all ranks. A collective."""
         forwards = [call.step for call in calls if call.phase == FORWARD]
         parts = len(forwards) > micro_batches and not any(map(self.holds_model, forwards))
         return all(line == "True" for line in self._agreement.exchange(str(parts), "has run its first step"))
@@ -322,29 +324,29 @@ class StepPlanner:
     def replan(
         self, step: Step, seconds: dict[str, list[float]], update_seconds: float, machine: planner.Machine
     ) -> bool:
-        """Plans again from measurements, which are the same on all ranks. True when the plan is another now. It is active
-        from the next graph on that runs, and nothing is compiled for it.
+        """Plans again from measurements, which must be the same on all ranks. True if the plan changed. The new plan is
+        active from the next call of a graph on, without compilation.
         """
         before, plan_before = step.plan.graphs if step.plan else None, step.plan
         self.machine = machine
         if self._sharding.offload is not None:
-            self.learn_facts()  # its states are there now
+            self.refresh_metadata()  # its states are there now
         self._agree_on_sizes(step, f"{step.name} measured", "planned from measurements")
         step.seconds, step.update_seconds = seconds, update_seconds
         self._plan(step)
         self._agree(step, f"{step.name} measured", "planned from measurements")
         if step.plan is None:
-            step.plan = plan_before  # on all ranks; it is safe
+            step.plan = plan_before  # all ranks keep it, so they still agree
             return False
         step.measured = True
         self.place_reductions()
         if step.plan.graphs == before:
             return False
-        self._sharding.runtime.reset_gathered_peak()  # the plan before may have kept more
+        self._sharding.runtime.reset_gathered_peak()  # the earlier plan may have kept more
         return True
 
     def training_step(self) -> Step | None:
-        """The one step that trains, of those that ran last; None where there is none or more than one."""
+        """The step that trained most recently; None if there is none, or if several ran in that step."""
         training = [step for step in self.steps.values() if step.trains]
         last = max((step.ran_in for step in training), default=0)
         running = [step for step in training if step.ran_in == last]
@@ -356,7 +358,7 @@ class StepPlanner:
         for rank, text in enumerate(said):
             try:
                 float(text)
-            except ValueError:  # it is at another agreement
+            except ValueError:  # the other rank is at another agreement
                 self._agreement.refuse(repr(value), text, rank, what)
         return statistics.median(map(float, said))
 
@@ -365,21 +367,21 @@ def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:
     planned = inputs.plan(micro_batches=1)
     if options.prefetch_ahead is not None:
         planned = planner.limit_prefetch(planned, options.prefetch_ahead)
-    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.facts), inputs.facts)
+    return _with_larger_reductions(step_plan(planned, inputs.graphs, inputs.metadata), inputs.metadata)
 
 
-#: Reductions of recorded steps are put together until each has at least this part of all gradients: curves that were
-#: measured at few sizes promise too much of small ones.
+#: Reductions of recorded steps are merged until each has at least 1/16 of the bytes of all gradients. Curves measured at few
+#: sizes underestimate the cost of small reductions.
 _SMALLEST_PART = 16
 
 
-def _with_larger_reductions(plan: StepPlan, facts: Mapping[str, ParamFacts]) -> StepPlan:
-    every = sum(facts[name].grad_bytes for bucket in plan.reductions for name in bucket)
+def _with_larger_reductions(plan: StepPlan, metadata: Mapping[str, ParamMetadata]) -> StepPlan:
+    every = sum(metadata[name].grad_bytes for bucket in plan.reductions for name in bucket)
     larger: list[tuple[str, ...]] = []
     held: list[str] = []
     for bucket in plan.reductions:
         held += bucket
-        if _SMALLEST_PART * sum(facts[name].grad_bytes for name in held) >= every:
+        if _SMALLEST_PART * sum(metadata[name].grad_bytes for name in held) >= every:
             larger.append(tuple(held))
             held = []
     plan.reductions = (*larger, tuple(held)) if held else tuple(larger)

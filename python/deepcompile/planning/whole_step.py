@@ -1,8 +1,8 @@
-"""Plans a step with all its micro-batches, of which each runs the same two graphs.
+"""Plans a step with all its micro-batches, each of which runs the same two graphs.
 
-The planner sees the whole accumulation and decides what is worth keeping gathered from one micro-batch to the next; it
-assumes, as the runtime does, that reductions run on beside the next forward. One
-micro-batch is then planned beside that: what its graphs do holds for every micro-batch, within the same memory.
+First the planner plans the whole accumulation and so decides which parameters stay gathered from one micro-batch to the
+next; it assumes that reductions overlap the next forward, as in the runtime. Then it plans one micro-batch with these
+parameters gathered. The graphs follow that second plan in every micro-batch, within the same budget.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from deepcompile import plan as planner
 from deepcompile.compiler.segments import BACKWARD, Segments
 from deepcompile.compiler.step_outline import Saved
-from deepcompile.planning.step_graph import ParamFacts, step_graph
+from deepcompile.planning.step_graph import ParamMetadata, step_graph
 from deepcompile.planning.step_plan import StepPlan, step_plan
 
-#: Micro-batches beyond which a step is planned as if it had so many: they repeat, and planning takes time by the node.
+#: Steps with more micro-batches are planned as if they had so many: micro-batches repeat, and planning time grows with them.
 MOST_MICRO_BATCHES = 16
 
 
@@ -27,7 +27,7 @@ class Inputs:
 
     name: str
     graphs: Mapping[str, Segments]
-    facts: Mapping[str, ParamFacts]
+    metadata: Mapping[str, ParamMetadata]
     world: int
     seconds: Mapping[str, list[float]]  # of each segment, by phase
     saved: list[Saved]
@@ -43,11 +43,11 @@ class Inputs:
     moves_states: bool = False
 
     def plan(self, micro_batches: int, kept: Iterable[str] = (), later: bool = False) -> planner.Plan:
-        """``later``: gradients of earlier micro-batches are there already."""
+        """``later``: plans a micro-batch after the first, whose gradient buffers exist already."""
         graph = step_graph(
             self.name,
             self.graphs,
-            self.facts,
+            self.metadata,
             self.world,
             self.seconds,
             self.saved,
@@ -59,15 +59,15 @@ class Inputs:
             piece_workspace=self.piece_workspace,
         )
         budget = self.budget or planner.least_budget(graph, self.machine)
-        # What stays for all micro-batches is read from the plan of all of them; one that saves memory by keeping a parameter
-        # for some of them only could not be followed.
+        # Strategies other than "planned" may keep a parameter for some micro-batches only, which the graphs, all following
+        # one schedule, could not do.
         strategy = "planned" if self.strategy == "auto" and micro_batches > 1 else self.strategy
         return planner.plan(graph, self.machine, budget=budget, strategy=strategy)
 
     def step_plan(self, planned: planner.Plan, kept: frozenset[str] = frozenset()) -> StepPlan:
-        """What each graph does by the plan of one micro-batch."""
+        """Splits the plan of one micro-batch by graph."""
         pieces = len(self.pieces) if self.moves_states else 0
-        return step_plan(planned, self.graphs, self.facts, kept, pieces)
+        return step_plan(planned, self.graphs, self.metadata, kept, pieces)
 
 
 def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
@@ -78,7 +78,7 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
     planned = inputs.plan(count)
     if count == 1:
         return inputs.step_plan(planned)
-    # Whatever stays from one micro-batch to the next takes memory beside all that the largest needs.
+    # With the least budget (0) nothing stays from one micro-batch to the next.
     kept = kept_over_micro_batches(planned, inputs.graphs) if inputs.budget else set()
     by_size = sorted(kept, key=lambda param: (_bytes(inputs.graphs, param), param))
     while True:
@@ -86,7 +86,8 @@ def plan_whole_step(inputs: Inputs, micro_batches: int) -> StepPlan:
             micro = inputs.plan(1, by_size, later=True)
             break
         except planner.BudgetError:
-            # The plan of the whole let go of some before its last use of them, which a graph that runs again cannot.
+            # The plan of the whole step released some of these before the last micro-batch ended. The graphs cannot, since
+            # they run the same schedule each time.
             if not by_size:
                 raise
             by_size = by_size[: len(by_size) // 2]
@@ -99,8 +100,8 @@ def _bytes(graphs: Mapping[str, Segments], param: str) -> int:
 
 
 def kept_over_micro_batches(planned: planner.Plan, graphs: Mapping[str, Segments]) -> set[str]:
-    """Parameters that the plan gathers at most once for all micro-batches. (A frozen one it may not gather at all; the
-    runtime gathers it once a step, since it cannot know what the program does to it between steps.)
+    """Parameters that the plan gathers at most once for all micro-batches. (It may not gather a frozen parameter at all. The
+    runtime gathers it once a step, since the program may have changed it between steps.)
     """
     names = planned.graph.params
     gathers = Counter(names[i] for kind, _, _, items in planned.instructions if kind == "gather" for _, i in items)

@@ -27,16 +27,16 @@ from deepcompile.sharding.sharding import Sharding
 
 _log = logging.getLogger("deepcompile")
 
-#: A divergence of the same kind becomes an order of its own when it has come this often.
+#: When the same order of reads has diverged from the plans this often, it is planned as well. ("Kind": one such order.)
 SAME_KIND = 3
-#: Iterations that are recorded in the hope that a kind comes once more. On a device each waits for the one before it.
+#: Iterations recorded, at most, while waiting for a kind to come once more. (On a device recording blocks the host.)
 MOST_AWAITED = 64
-#: Orders that are kept beside each other. Each costs memory for its plan, not for parameters.
+#: Orders that have a plan, at most. Each costs memory for its plan, not for parameters.
 MOST_VARIANTS = 16
-#: Kinds of divergences that are said; later ones are only counted.
-MOST_SAID = 8
+#: Kinds of divergences that are logged; later ones are only counted.
+MOST_LOGGED = 8
 
-#: Graphs of models that are executing a compiled graph now.
+#: Graph ids of models that are inside ``execute`` now.
 _executing: set[int] = set()
 
 
@@ -52,7 +52,7 @@ class CompiledGraph:
         *,
         compiled: bool = False,
     ) -> None:
-        self._compiled = compiled  # the reads are those of compiled code
+        self._compiled = compiled  # the recorded step ran in compiled graphs
         self._sharding = sharding
         self._variants = variants
         self._options = options
@@ -67,9 +67,9 @@ class CompiledGraph:
             sharding.names,
         )
         self._kinds: Counter[str] = Counter()  # divergences by what was read
-        self._awaited: Counter[str] = Counter()  # for each kind, iterations that were recorded since it came
-        self._refused: set[str] = set()  # kinds for which there is no plan
-        self._said: set[str] = set()
+        self._awaited: Counter[str] = Counter()  # for each kind, iterations recorded since it last came
+        self._refused: set[str] = set()  # kinds that could not be planned
+        self._logged: set[str] = set()
         self._trace_file: TraceFile | None = None
         self._recording: recording.Recording | None = None
 
@@ -77,8 +77,8 @@ class CompiledGraph:
 
     @contextlib.contextmanager
     def execute(self) -> Iterator[None]:
-        """Iterations inside run by the plan: gathers are started ahead and fused, what the plan keeps stays gathered from
-        forward to backward, buckets are reduced where the plan says. The model's code is as it was.
+        """Iterations inside follow the plan: it decides which gathers start early and are fused, which parameters stay
+        gathered to the backward, and which gradients are reduced together. The model's code does not change.
         """
         graph_id = self._sharding.graph_id
         self.activate()
@@ -116,7 +116,7 @@ class CompiledGraph:
         return ""
 
     def activate(self) -> None:
-        """From here on the model's reads follow the plan. The engine calls it itself; others use :meth:`execute`."""
+        """From here on the model's reads follow the plan. Called by the engine; other programs use :meth:`execute`."""
         self._require_ready()
         graph_id = self._sharding.graph_id
         _executing.add(graph_id)
@@ -153,7 +153,9 @@ class CompiledGraph:
             self._trace_file.drop()
 
     def after_iteration(self) -> None:
-        """Looks at what differed; every rank calls it at the same point."""
+        """Handles the divergences of the iteration: logs them, and plans kinds that have come often. Every rank calls it at
+        the same point.
+        """
         divergences = [
             (
                 difference,
@@ -177,27 +179,27 @@ class CompiledGraph:
         for difference, key in divergences:
             self._kinds[key] += 1
             self._awaited.pop(key, None)
-            self._say(key, difference)
+            self._log_divergence(key, difference)
             if ops is not None and self._kinds[key] >= SAME_KIND:
                 self.add_variant(key, ops)
 
-    def _say(self, key: str, difference: str) -> None:
-        if key in self._said or len(self._said) >= MOST_SAID:
+    def _log_divergence(self, key: str, difference: str) -> None:
+        if key in self._logged or len(self._logged) >= MOST_LOGGED:
             return
-        self._said.add(key)
+        self._logged.add(key)
         if self._sharding.rank == 0:
             _log.warning(
                 "deepcompile: an iteration left the recorded order: %s. It is right, and what was not planned is gathered "
                 "on demand. Said once for each kind%s; compiled_graph.divergences counts them",
                 difference,
-                ", and no more after this one" if len(self._said) == MOST_SAID else "",
+                ", and no more after this one" if len(self._logged) == MOST_LOGGED else "",
             )
 
     def _wants_variant(self) -> bool:
         return len(self._variants) < MOST_VARIANTS and any(map(self._awaits, self._kinds))
 
     def _awaits(self, key: str) -> bool:
-        """Whether the next of its kind is to be recorded, and so all until it comes."""
+        """Whether iterations are to be recorded until this kind comes again, so that it can be planned."""
         often = self._kinds[key] >= SAME_KIND - 1 and self._awaited[key] < MOST_AWAITED
         return often and key not in self._refused and not self._has(key)
 
@@ -209,7 +211,7 @@ class CompiledGraph:
             return
         cycles = [cycle for cycle in cycles_of(ops, releases=False) if cycle.key == key]
         if not cycles:
-            return  # in persistent parameters the recording may show less than the order; another comes
+            return  # the recording may lack reads of persistent parameters; a later one may have them
         variant = plan_cycles(self._sharding, cycles, ops, self._options, f"order-{len(self._variants)}")
         self._agreement.require_same(variant.outcome, "planned another order of reads")
         if variant.step.plan is None:
@@ -228,12 +230,12 @@ class CompiledGraph:
             )
 
     def explain_failure(self, error: Exception) -> None:
-        """Raises a better error where others left the recorded order and this rank did not."""
+        """Raises a clearer error if another rank left the recorded order and this rank did not."""
         if self._sharding.world == 1:
             return
-        said = self._agreement.said_alone()
-        if said:
-            rank, difference = next(iter(said.items()))
+        waiting = self._agreement.waiting_ranks()
+        if waiting:
+            rank, difference = next(iter(waiting.items()))
             raise RuntimeError(
                 f"rank {rank} left the recorded order of reads alone, and rank {self._sharding.rank} did not: on rank "
                 f"{rank} {difference}. A gather needs every rank: let all ranks take the same branch, or name the module "
@@ -255,7 +257,7 @@ class CompiledGraph:
 
     @property
     def on_demand_step_time(self) -> float:
-        """The same for gathering on demand, by the same measurements: what the plan is predicted to gain against."""
+        """The same for gathering on demand, from the same measurements."""
         plan = self._variants[0].step.plan
         assert plan is not None
         planned = planner.plan(plan.planned.graph, self._options.machine, budget=None, strategy="on_demand")
@@ -340,7 +342,7 @@ class CompiledGraph:
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> CompiledGraph:
-        """What :meth:`save` wrote, for the same model sharded in the same way. Every rank calls it."""
+        """Loads a file of :meth:`save`, for the same model sharded in the same way. Every rank calls it."""
         sharding, variants, options = load_variants(path, model)
         agreement = new_agreement(sharding)
         agreement.require_same(" ".join(variant.outcome for variant in variants), "loaded a compiled graph")

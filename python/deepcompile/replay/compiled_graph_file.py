@@ -1,4 +1,4 @@
-"""A compiled graph as text: its recorded orders, the measured machine, and the plans, proved again when they are read."""
+"""A compiled graph as text: its recorded orders, the measured machine, and the plans, which are verified when loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def variants_text(variants: list[Variant], options: RecordedOptions) -> str:
 def load_variants(
     path: str | os.PathLike[str], model: nn.Module | None
 ) -> tuple[Sharding, list[Variant], RecordedOptions]:
-    """What :func:`variants_text` wrote, for the sharded model (of this process, when None) that it was recorded of."""
+    """Reads a file of :func:`variants_text`. ``model``: the sharded model; None: the one in this process that fits."""
     file = os.fspath(path)
     parts = pathlib.Path(path).read_text().split(_BETWEEN)
     if parts[0] != _FORMAT or len(parts) < 6 or len(parts) % 3 != 0:

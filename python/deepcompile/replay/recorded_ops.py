@@ -1,4 +1,4 @@
-"""What was recorded of an iteration: a list of operations that prints as a table, pickles, and is written as text."""
+"""The operations of a recorded iteration: a list that prints as a table, can be pickled, and is saved as text."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deepcompile.sharding.sharding import Sharding
 
 _FORMAT = "deepcompile recorded ops 1"
 
-#: Operations of the program, in its order, and of the channels beside it.
+#: Kinds of operations: of the program, in its order, and (``all_gather``, ``reduce_scatter``) of the channels.
 KINDS = ("gather", "read", "prefetch", "wait", "release", "reduce", "end", "all_gather", "reduce_scatter", "call")
 
 
 class RecordedOp(NamedTuple):
-    """One operation. ``gather`` (a read that started one), ``read`` (of a copy that was there), ``prefetch`` (a leaf
-    module's parameters), ``wait``, ``release``, ``reduce`` (a gradient handed over) and ``end`` (of a backward) are the
-    program's; ``all_gather`` and ``reduce_scatter`` are what ran on the channels; ``call`` is where a compiled graph begins,
-    by its name.
+    """One operation. Operations of the program: ``gather`` (a read that started a gather), ``read`` (of an existing copy),
+    ``prefetch`` (a leaf module's parameters), ``wait``, ``release``, ``reduce`` (a gradient handed over), ``end`` (of a
+    backward), ``call`` (a compiled graph begins; ``param`` is its name). ``all_gather`` and ``reduce_scatter`` are the
+    collectives that ran on the channels.
     """
 
     kind: str
@@ -54,7 +54,9 @@ class ParamRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelRecord:
-    """Whose operations they are. Equal for every rank and every process that shards the same model in the same way."""
+    """The model that operations were recorded of. Equal on all ranks, and in every process that shards the same model in the
+    same way.
+    """
 
     model: str
     world: int
@@ -81,7 +83,7 @@ class ModelRecord:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def difference(self, other: ModelRecord) -> str:
-        """In words, what ``other`` has that is not so here; empty when nothing."""
+        """The first difference to ``other``, in words; empty if there is none."""
         for what in ("stage", "world"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
@@ -159,7 +161,7 @@ class RecordedOps(list[RecordedOp]):
         lines = text.splitlines()
         if not lines or lines[0] != _FORMAT:
             raise ValueError(f"{file}: not a file of recorded ops (it should begin with {_FORMAT!r})")
-        name, facts = "", {"world": 0, "stage": 0, "tail": 0}
+        name, counts = "", {"world": 0, "stage": 0, "tail": 0}
         params: list[ParamRecord] = []
         ops: list[RecordedOp] = []
         for number, line in enumerate(lines[1:], 2):
@@ -169,7 +171,7 @@ class RecordedOps(list[RecordedOp]):
                     continue
                 if words[0] == "model":
                     name = _unword(words[1])
-                    facts |= {key: int(value) for key, value in (word.split("=") for word in words[2:])}
+                    counts |= {key: int(value) for key, value in (word.split("=") for word in words[2:])}
                 elif words[0] == "param":
                     shape = () if words[2] == "scalar" else tuple(int(size) for size in words[2].split("x"))
                     flags = set(words[4:])
@@ -194,7 +196,7 @@ class RecordedOps(list[RecordedOp]):
         if not name:
             raise ValueError(f"{file}: the line that begins with 'model' is missing")
         return cls(
-            ops, model=ModelRecord(name, facts["world"], facts["stage"], tuple(params)), tail=facts["tail"] * 1e-9
+            ops, model=ModelRecord(name, counts["world"], counts["stage"], tuple(params)), tail=counts["tail"] * 1e-9
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -206,7 +208,7 @@ class RecordedOps(list[RecordedOp]):
 
 
 def _word(name: str) -> str:
-    """A name as one word of the text, whatever is in it; "-" stands for none."""
+    """A name, percent-encoded, as one word of the text; "-" for the empty name."""
     return "%2D" if name == "-" else quote(name, safe=_READABLE) or "-"
 
 
@@ -214,7 +216,7 @@ def _unword(word: str) -> str:
     return "" if word == "-" else unquote(word)
 
 
-#: Characters of names that stand for themselves.
+#: Characters that are not percent-encoded.
 _READABLE = "/:;,=+*?!@$&'()[]{}<>|^~#"
 
 

@@ -1,7 +1,7 @@
-"""From recorded operations to the planner's step, and from its plan to what a replay does at each read.
+"""Turns recorded operations into the planner's step, and its plan into the schedule of a replay.
 
 A *cycle* is a forward and its backward. Its *reads* are the calls that may need a collective: every read of a parameter that
-is gathered and let go, the first read of one that stays gathered, the entry of a leaf module. Reads of large parameters
+is released after use, the first read of one that stays gathered, and the entry of a leaf module. Reads of large parameters
 begin segments, as in traced graphs (:mod:`deepcompile.compiler.segments`).
 """
 
@@ -20,8 +20,8 @@ from deepcompile.planning.step_plan import Key, ScheduledEvent, placed_gathers
 from deepcompile.planning.step_planner import Step
 from deepcompile.replay.recorded_ops import ModelRecord, ParamRecord, RecordedOp, RecordedOps
 
-#: Shorter than this behind the beginning of a segment, a release belongs to the one before: the interpreter is not as
-#: prompt as the plan. In nanoseconds.
+#: Nanoseconds. A release so soon after the beginning of a segment belongs to the segment before: the interpreter frees a
+#: tensor a little after its last use.
 _PROMPT = 50_000
 
 _PROGRAM = ("gather", "read", "prefetch", "wait", "reduce", "end")
@@ -41,10 +41,10 @@ class Cycle:
     reads: list[Read]
     places: list[tuple[str, int]]  # phase and segment of each read
     graphs: dict[str, Segments]
-    seconds: dict[str, list[float]]  # of each segment, without what was spent in communication
+    seconds: dict[str, list[float]]  # of each segment, without communication
     spent: float  # seconds in communication
-    calls: list[str]  # the passes of the compiled graphs that ran, in order
-    call_of: list[int]  # for each read, how many of them had begun
+    calls: list[str]  # the phase of each compiled graph that ran, in order
+    call_of: list[int]  # for each read, how many compiled graphs had begun
 
     @property
     def key(self) -> str:
@@ -57,8 +57,8 @@ def reads_key(reads: Iterable[Read]) -> str:
 
 
 def cycles_of(ops: RecordedOps, *, releases: bool = True) -> list[Cycle]:
-    """The cycles of a recording, in order. ``releases``: a parameter is used until its memory went back; without, only where
-    it is read (a replay keeps memory beyond its use).
+    """The cycles of a recording, in order. ``releases``: a parameter counts as used until its release; otherwise only where
+    it is read. (In a recorded replay releases come later than the last use.)
     """
     found = []
     current: list[RecordedOp] = []
@@ -151,7 +151,7 @@ class _Builder:
         if followed and (first_of_group or op.param not in self._small):
             self._begin(op.phase, op.start)
         if record.leaf and op.kind != "prefetch":
-            return  # as the rank routes
+            return  # reads inside a leaf module depend on the rank's routing
         if followed:
             kind = "group" if first_of_group else "read"
             self.reads.append(Read(op.param, op.dtype, kind, op.phase == BACKWARD))
@@ -184,7 +184,9 @@ class _Builder:
 
 
 def schedule(cycle: Cycle, step: Step, keys: dict[str, Key]) -> list[ScheduledEvent]:
-    """What a replay does at each read: start gathers before it, and keep the copy after it or not. ``keys``: by name."""
+    """What a replay does at each read: which gathers to start before it, and whether to keep the copy after it. ``keys``:
+    the id and dtype of each parameter, by name.
+    """
     assert step.plan is not None
     gathers, first = placed_gathers(step.plan.planned, cycle.graphs), first_nodes(cycle.graphs)
     where = [first[phase] + segment for phase, segment in cycle.places]

@@ -1,4 +1,4 @@
-"""``with deepcompile.record():`` notes the communication of the iterations inside it; ``get_recorded_ops()`` returns it."""
+"""``with deepcompile.record():`` records the communication of the iterations inside; ``get_recorded_ops()`` returns it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepcompile.sharding.sharding import Sharding, open_shardings, sharding_of
 
 
 class _Last:
-    """The last finished recording, and who is recording."""
+    """The last finished recording, and the models that are being recorded."""
 
     ops: RecordedOps | None = None
     active: frozenset[Sharding] = frozenset()
@@ -21,8 +21,8 @@ class _Last:
 
 @contextlib.contextmanager
 def record(model: nn.Module | None = None) -> Iterator[None]:
-    """Records the iterations inside: forward, backward and, if it belongs to the measured step, the optimizer's. ``model``
-    is needed only where several sharded models run inside. Every rank records.
+    """Records the iterations inside: forward, backward and, if it is inside, the optimizer's step. ``model`` is needed only
+    if several sharded models run inside. Every rank records.
     """
     shardings = [sharding_of(model)] if model is not None else open_shardings()
     if not shardings:
@@ -50,7 +50,7 @@ def record(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def get_recorded_ops() -> RecordedOps:
-    """What the last ``deepcompile.record()`` noted, on this rank."""
+    """The operations that the last ``deepcompile.record()`` recorded on this rank."""
     if _Last.ops is None:
         raise RuntimeError(
             "get_recorded_ops: nothing was recorded; run an iteration inside 'with deepcompile.record():' first"
@@ -59,21 +59,21 @@ def get_recorded_ops() -> RecordedOps:
 
 
 class Recording:
-    """Notes what a sharded model communicates from here on. One of :meth:`stop` and :meth:`drop` ends it."""
+    """Records the communication of a sharded model from its construction until :meth:`stop` or :meth:`drop`."""
 
     def __init__(self, sharding: Sharding, *, compiled: bool = False) -> None:
-        """``compiled``: the program may run compiled graphs, whose runs are noted as well."""
+        """``compiled``: the program may run compiled graphs, whose calls are recorded, too."""
         self._sharding = sharding
         sharding.calls = [] if compiled else None
         self._reader = TraceReader(sharding.runtime, releases=True)
 
     def drop(self) -> None:
-        """A device is not waited for."""
+        """Discards the recording. Does not wait for a device."""
         self._sharding.calls = None
         self._reader.drop()
 
     def stop(self) -> RecordedOps:
-        """A device is waited for."""
+        """Ends the recording and returns its operations. Waits for a device."""
         sharding, trace = self._sharding, self._reader.stop()
         calls, sharding.calls = sharding.calls, None
         if trace.compiled_code and calls is None:
@@ -83,7 +83,7 @@ class Recording:
             )
         found = _ops_of(trace, sharding.names | {-1: ""}, [call.step.name for call in calls or ()])
         zero = found[0].start if found else 0
-        # One rank that holds whole parameters communicates nothing: there the iteration is all there is.
+        # A single rank that holds whole parameters has no operations; then the tail is the whole iteration.
         last = max((op.end for op in found if op.kind == "end"), default=trace.began)
         return RecordedOps(
             [op._replace(start=op.start - zero, end=op.end - zero) for op in found],
@@ -133,7 +133,7 @@ def _op(entry: TraceEntry, kind: str, name: str) -> RecordedOp:
 def _channel_ops(
     entries: Iterable[TraceEntry], program: Sequence[RecordedOp], names: Mapping[int, str]
 ) -> list[RecordedOp]:
-    """What ran on the channels, each in the pass of the program's operation before it."""
+    """The collectives on the channels. Each gets phase and iteration of the program's last operation before it."""
     result = []
     at, last = 0, None
     for entry in sorted(entries, key=lambda entry: entry.start):

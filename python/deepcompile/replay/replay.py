@@ -10,7 +10,7 @@ from deepcompile.config.config import LEAST
 from deepcompile.planning.step_planner import RecordedOptions
 from deepcompile.replay import recording
 from deepcompile.replay.compiled_graph import CompiledGraph
-from deepcompile.replay.idle_graph import IdleGraph
+from deepcompile.replay.noop_replay import NoopReplay
 from deepcompile.replay.recorded_ops import RecordedOps
 from deepcompile.replay.recorded_step import cycles_of
 from deepcompile.replay.replay_planning import new_agreement, plan_cycles, require_same_reads, sharding_for
@@ -25,13 +25,13 @@ def compile(
     memory_budget: int | Literal["least"] | None = None,
     model: nn.Module | None = None,
 ) -> CompiledGraph:
-    """Plans what was recorded, proves the plan, and agrees on it with all ranks. Every rank calls it, with its own
-    ``recorded_ops`` (:func:`deepcompile.get_recorded_ops` when None).
+    """Plans the recorded iteration, verifies the plan, and agrees on it with all ranks. Every rank calls it, with its own
+    ``recorded_ops`` (default: :func:`deepcompile.get_recorded_ops`).
 
-    ``zero_stage``: must be the recorded one. ``prefetch_ahead``: how many layers (modules with parameters of their own)
-    ahead of its use a gather may start at most; ``"auto"``: as the planner likes. ``memory_budget``: bytes of a rank for
-    parameters, gradients and optimizer states, or ``"least"`` for what they need in any case; what the host has free when
-    None.
+    ``zero_stage``: if set, must be the recorded one. ``prefetch_ahead``: at most how many layers (modules with parameters of
+    their own) ahead of its use a gather may start; ``"auto"``: the planner decides. ``memory_budget``: bytes of a rank for
+    parameters, gradients and optimizer states; ``"least"``: the least that they need; None: as configured, by default the
+    free memory.
     """
     ops = recording.get_recorded_ops() if recorded_ops is None else recorded_ops
     if not isinstance(ops, RecordedOps):
@@ -48,8 +48,8 @@ def compile(
         )
     recording.require_whole_iterations(ops)
     sharding = sharding_for(ops, model, "recorded_ops")
-    if sharding.whole:
-        return IdleGraph(sharding, ops)
+    if sharding.single_rank:
+        return NoopReplay(sharding, ops)
     budget = sharding.planner.budget if memory_budget is None else 0 if memory_budget == LEAST else memory_budget
     return plan_recorded(sharding, ops, budget, ahead)
 
@@ -57,7 +57,7 @@ def compile(
 def plan_recorded(
     sharding: Sharding, ops: RecordedOps, budget: int, ahead: int | None = None, *, compiled: bool = False
 ) -> CompiledGraph:
-    """Plans and agrees. ``compiled``: the operations are those of compiled graphs. Every rank calls it."""
+    """Plans a recorded iteration and agrees on the plan. ``compiled``: it ran in compiled graphs. Every rank calls it."""
     agreement = new_agreement(sharding)
     cycles = cycles_of(ops)
     require_same_reads(sharding, cycles)

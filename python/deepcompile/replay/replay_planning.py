@@ -1,4 +1,4 @@
-"""Plans recorded cycles from the measurements of all ranks, which must have read the same."""
+"""Plans recorded cycles from the measurements of all ranks, which must have read the same parameters in the same order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepcompile.replay.recorded_step import Cycle, cycles_of
 from deepcompile.runtime.agreement import Agreement
 from deepcompile.sharding.sharding import Sharding, open_shardings, sharding_of
 
-#: Compiled graphs of a model are numbered, the same on all ranks: their agreements must not mix.
+#: How many compiled graphs each model has had (the same on all ranks). The number keeps their agreements apart.
 _numbers: Counter[int] = Counter()
 
 
@@ -30,12 +30,12 @@ class Variant:
 
     @property
     def outcome(self) -> str:
-        """What all ranks must have come to."""
+        """The result of planning as text, which must be the same on all ranks."""
         step = self.step
         return f"plan {step.plan.hash}" if step.plan is not None else f"no plan ({step.why_not})"
 
     def own_ops(self) -> RecordedOps:
-        """One cycle of it: all that the order needs."""
+        """The operations of one cycle with this order, which is all that a file needs."""
         ends = [index for index, op in enumerate(self.ops) if op.kind == "end"]
         for number, cycle in enumerate(cycles_of(self.ops)):
             if cycle.key == self.cycle.key:
@@ -51,7 +51,7 @@ def new_agreement(sharding: Sharding) -> Agreement:
 
 
 def sharding_for(ops: RecordedOps, model: nn.Module | None, source: str) -> Sharding:
-    """The sharded model that the operations are of."""
+    """The sharded model that the operations were recorded of."""
     candidates = [sharding_of(model)] if model is not None else open_shardings()
     if not candidates:
         raise RuntimeError(f"{source}: no model is sharded in this process; shard the model that was recorded first")
@@ -69,14 +69,14 @@ def sharding_for(ops: RecordedOps, model: nn.Module | None, source: str) -> Shar
 
 
 def require_same_reads(sharding: Sharding, cycles: list[Cycle]) -> None:
-    """All ranks must have read the same: their plans start the same gathers."""
+    """Raises an error unless all ranks recorded the same reads, since their plans must start the same gathers."""
     mine = [[tuple(read) for read in cycle.reads] for cycle in cycles]
-    everybody: list[Any] = [None] * sharding.world
-    dist.all_gather_object(everybody, mine, group=sharding.group)
-    for rank, theirs in enumerate(everybody):
-        if theirs == everybody[0]:
+    by_rank: list[Any] = [None] * sharding.world
+    dist.all_gather_object(by_rank, mine, group=sharding.group)
+    for rank, theirs in enumerate(by_rank):
+        if theirs == by_rank[0]:
             continue
-        for number, (first, other) in enumerate(zip(everybody[0], theirs, strict=False)):
+        for number, (first, other) in enumerate(zip(by_rank[0], theirs, strict=False)):
             for place in range(max(len(first), len(other))):
                 pair = [reads[place][0] if place < len(reads) else "nothing more" for reads in (first, other)]
                 if first[place : place + 1] != other[place : place + 1]:
@@ -86,7 +86,7 @@ def require_same_reads(sharding: Sharding, cycles: list[Cycle]) -> None:
                         "differently, name the module in config key 'zero_optimization.leaf_modules'"
                     )
         raise RuntimeError(
-            f"compile: rank 0 recorded {len(everybody[0])} passes and rank {rank} {len(theirs)} (said by rank "
+            f"compile: rank 0 recorded {len(by_rank[0])} passes and rank {rank} {len(theirs)} (said by rank "
             f"{sharding.rank}); record the same iterations on every rank"
         )
 
@@ -94,7 +94,7 @@ def require_same_reads(sharding: Sharding, cycles: list[Cycle]) -> None:
 def plan_cycles(
     sharding: Sharding, cycles: list[Cycle], ops: RecordedOps, options: RecordedOptions, name: str
 ) -> Variant:
-    """Plans cycles that read the same from the measurements of all ranks. Every rank calls it."""
+    """Plans cycles with the same reads, from the measurements of all ranks. Every rank calls it."""
     seconds = {
         phase: [min(column) for column in zip(*(cycle.seconds[phase] for cycle in cycles), strict=True)]
         for phase in cycles[0].seconds
@@ -107,12 +107,12 @@ def plan_cycles(
         "update": ops.tail,
         "budget": options.budget,
     }
-    everybody: list[Any] = [None] * sharding.world
-    dist.all_gather_object(everybody, own, group=sharding.group)
+    by_rank: list[Any] = [None] * sharding.world
+    dist.all_gather_object(by_rank, own, group=sharding.group)
     cycle = cycles[0]
-    _adopt_uses(cycle, everybody[0]["uses"])
-    medians, update_seconds, machine = over_ranks(everybody, options.machine)
-    recorded = RecordedOptions(machine, min(one["budget"] for one in everybody), options.prefetch_ahead)
+    _adopt_uses(cycle, by_rank[0]["uses"])
+    medians, update_seconds, machine = over_ranks(by_rank, options.machine)
+    recorded = RecordedOptions(machine, min(one["budget"] for one in by_rank), options.prefetch_ahead)
     step = Step(
         name,
         cycle.graphs,
@@ -127,7 +127,7 @@ def plan_cycles(
 
 
 def _adopt_uses(cycle: Cycle, uses: dict[str, Any]) -> None:
-    """When a release came, and so where a use ends, may differ by a hair between ranks: rank 0 decides."""
+    """Takes over rank 0's uses. The time of a release, and so the segment in which a use ends, differs between ranks."""
     for phase, structure in uses.items():
         for segment, (used, grads) in zip(cycle.graphs[phase].segments, structure, strict=True):
             segment.uses, segment.grads = list(used), list(grads)

@@ -1,7 +1,7 @@
 """Runs a function on a module right after its import, or at once where it is imported already.
 
-PyTorch's compiler takes seconds to import, and most programs that import deepcompile do not compile: so what deepcompile
-has to tell it waits until somebody imports it.
+PyTorch's compiler takes seconds to import, and most programs that import deepcompile do not compile. So deepcompile patches
+and registers with it only when the program imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""All ranks mean the same: proved over the group's store, with a deadline that names who is missing."""
+"""Exchanges short texts between all ranks over the group's store, to check that they agree. After the deadline an error
+names the missing ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 #: How long one wait on the store may take before the deadline is looked at again, in seconds.
 _SLICE = 1.0
-#: Begins what a rank says that has failed.
+#: Begins the text of a rank that has failed.
 _FAILED = "failed: "
 _LONGEST_FAILURE = 4000
 
@@ -23,12 +25,12 @@ _SAME_CODE = (
 
 
 class PeerFailed(RuntimeError):
-    """Another rank has failed where this one has not."""
+    """Another rank has failed, and this one has not."""
 
 
 class Agreement:
-    """One line of agreements of a group: the n-th call on each rank belongs to the n-th call on the others. ``timeout``:
-    seconds, or what tells them at each agreement. ``advice`` goes with the error where a rank is missing.
+    """A sequence of agreements of a group: the n-th call on each rank belongs to the n-th call on the others. ``timeout``:
+    seconds, or a function that returns them at each agreement. ``advice`` is appended to the error for missing ranks.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class Agreement:
         self._count = 0
 
     def exchange(self, text: str, what: str) -> list[str]:
-        """What each rank said, by rank. An error that names the ranks that did not come in time, or, as soon as it is
-        known, one that has failed.
+        """The texts of all ranks, by rank. Raises an error that names the ranks that did not call in time or, at once, a
+        rank that called :meth:`fail`. ``what``: what this rank did, for the error.
         """
         number = self._say(text)
         timeout = self._timeout() if callable(self._timeout) else self._timeout
@@ -59,7 +61,7 @@ class Agreement:
                 keys = [f"{number}/{rank}" for rank in missing]
                 self._store.wait(keys, datetime.timedelta(seconds=min(left, _SLICE)))
                 here = missing
-            except RuntimeError as error:  # of which kind depends on the store
+            except RuntimeError as error:  # the class of a timeout depends on the store
                 if "timeout" not in str(error).lower():
                     raise
                 here = [rank for rank in missing if self._store.check([f"{number}/{rank}"])]
@@ -68,11 +70,11 @@ class Agreement:
             missing = [rank for rank in missing if rank not in here]
         said = [self._store.get(f"{number}/{rank}").decode() for rank in range(self._world)]
         if number > 0:
-            self._store.delete_key(f"{number - 1}/{self._rank}")  # everybody has read it: they are here
+            self._store.delete_key(f"{number - 1}/{self._rank}")  # all ranks reached this round, so the old key is dead
         return said
 
     def fail(self, error: BaseException | str) -> None:
-        """Instead of :meth:`exchange`: the others hear of it there. Waits for nobody."""
+        """Called instead of :meth:`exchange`: the other ranks raise :class:`PeerFailed` there. Does not wait for them."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._say(f"{_FAILED}{text[:_LONGEST_FAILURE]}")
 
@@ -86,14 +88,14 @@ class Agreement:
         if said.startswith(_FAILED):
             raise PeerFailed(f"rank {self._rank} {what}, and rank {rank} failed there: {said.removeprefix(_FAILED)}")
 
-    def said_alone(self) -> dict[int, str]:
-        """What other ranks said at the next agreement, to which this rank has not come."""
+    def waiting_ranks(self) -> dict[int, str]:
+        """The texts of ranks that have reached the next agreement, by rank; this rank has not."""
         others = {rank: f"{self._count}/{rank}" for rank in range(self._world) if rank != self._rank}
         return {rank: self._store.get(key).decode() for rank, key in others.items() if self._store.check([key])}
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that do not come to this call within ``seconds``; said where an operation has failed on all that live.
-        The last call on this object.
+        """The ranks that do not make this call within ``seconds``. Called after an operation has failed on all live ranks;
+        the last call on this object.
         """
         self._store.set(f"gave up/{self._rank}", "")
         keys = [f"gave up/{rank}" for rank in range(self._world)]

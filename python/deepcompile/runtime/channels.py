@@ -1,7 +1,8 @@
 """Communication channels of a runtime, opened beside the user's process group without touching it.
 
-Gathers and reductions each get a channel of their own, connected through the group's store under a prefix: ``new_group``
-would hang where the group is not the whole world. Backends that cannot be opened that way serve all, in one order.
+Gathers and reductions each get a channel of their own, connected through the group's store under a prefix. (``new_group``
+would hang if the group is not the whole world.) If the group's backend cannot be opened that way, the group itself is the
+one channel for everything.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from deepcompile.runtime.load import _C
 
 _log = logging.getLogger("deepcompile")
 
-#: How often channels were opened on a group, by its name: part of the prefix, so that a second runtime on the same group
-#: meets fresh keys. The same on all ranks, because opening is a collective.
+#: How often channels were opened on a group, by its name. Part of the prefix, so that a second runtime on the same group
+#: uses new keys. The same on all ranks, because opening is a collective.
 _generations: Counter[str] = Counter()
 
 
@@ -39,25 +40,25 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-#: Agreements are a few hundred bytes.
+#: Slot size of the control channel: agreements are a few hundred bytes.
 _CONTROL_SLOT_BYTES = 16384
 
 Channel = Backend | _C.ShmGroup | _C.Channel
 
 
 class Channels(NamedTuple):
-    """What carries gathers, reductions and agreements; the same object where the group's own backend must serve all."""
+    """The channels for gathers, reductions and agreements; all the same object if the group's own backend serves all."""
 
     gather: Channel
     reduce: Channel
     control: Channel
-    #: Keys of this runtime alone, for whatever else its ranks have to tell each other.
+    #: A store of this runtime alone, for other messages between its ranks.
     store: Store
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where parameters are taken to live when nobody says: on the current GPU if tensors are made there by default, or if
-    the group has NCCL for it. (Gloo reaches GPUs, too, and is what CPU tensors have.)
+    """The device of parameters if the caller does not give one: the current GPU if it is PyTorch's default device or the
+    group has NCCL, else the CPU. (Gloo alone does not mean CUDA, although it can transfer CUDA tensors.)
     """
     by_default = torch.get_default_device().type == "cuda"
     if by_default or (torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group)):
@@ -66,8 +67,8 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def open_channels(group: dist.ProcessGroup, device: torch.device, config: _C.Config) -> Channels:
-    """On CPU, memory that the ranks share, where they prove to share a host; on CUDA, NCCL for what is large, or symmetric
-    memory.
+    """Opens the channels. CPU: shared memory if a handshake proves that the ranks share a host, else gloo. CUDA: NCCL or
+    symmetric memory for gathers and reductions, and a host channel for agreements.
     """
     name = group.group_name
     generation = _generations[name]
@@ -103,7 +104,7 @@ def open_channels(group: dist.ProcessGroup, device: torch.device, config: _C.Con
 
     if config.symmetric_memory:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # not needed any more in some versions, and needed in others
+            warnings.simplefilter("ignore", FutureWarning)  # some versions warn that the call is no longer needed
             enable_symm_mem_for_group(name)
 
         def open_symmetric(purpose: str) -> _C.Channel:
@@ -125,7 +126,7 @@ def open_channels(group: dist.ProcessGroup, device: torch.device, config: _C.Con
 def _open_on_host(
     store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta, agreements_alone: bool
 ) -> tuple[Channel, Channel, Channel]:
-    """With ``agreements_alone`` nothing large will travel here, and one channel is enough."""
+    """Opens host channels. ``agreements_alone``: only agreements use them, so one channel is enough."""
     own = group._get_backend(torch.device("cpu")) if _has_cpu_backend(group) else None
     ours = own is None or isinstance(own, dist.ProcessGroupGloo) or own.name() == "shm"
     if own is not None and not ours:
@@ -151,7 +152,7 @@ def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
 def _open_shared(
     store: Callable[[str], Store], group: dist.ProcessGroup, limit: datetime.timedelta, agreements_alone: bool
 ) -> tuple[Channel, Channel, Channel] | None:
-    """None where the ranks do not share a host, or cannot share memory, on all of them alike; rank 0 says why."""
+    """Shared-memory channels. None, on all ranks alike, if the ranks cannot share memory; rank 0 logs why."""
 
     def open_one(purpose: str, slot_bytes: int | None = None, like: _C.ShmGroup | None = None) -> _C.ShmGroup | str:
         return _C.open_shm_group(
@@ -180,7 +181,7 @@ def _open_shared(
 
 
 def ranks_on_this_host(group: dist.ProcessGroup) -> int:
-    """How many ranks share this host's cores; asked of the launcher, which knows without a collective."""
+    """How many ranks share this host's cores: the launcher's LOCAL_WORLD_SIZE, which needs no collective."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and int(local) > 0:
         return min(int(local), group.size())

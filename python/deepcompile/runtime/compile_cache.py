@@ -21,26 +21,26 @@ _code = ""
 
 
 def note_code(files: Iterable[pathlib.Path]) -> None:
-    """What is compiled depends on the code in ``files``: what another version of it has left in the caches is not ours."""
+    """Adds a hash of ``files`` to the tag: compiled results depend on this code, so another version must not find them."""
     global _code
     _code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
     _set_tag()
 
 
 class RegisteredShapes:
-    """What one runtime has registered, as a running digest."""
+    """A running digest of the parameters that one runtime has registered."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self._published = False
 
-    def add(self, *facts: object) -> None:
-        self._digest.update(repr(facts).encode())
+    def add(self, *registered: object) -> None:
+        self._digest.update(repr(registered).encode())
         if self._published:  # a graph was registered before its parameters
             self.publish()
 
     def publish(self) -> None:
-        """To be called when graphs of these parameters may be compiled from now on."""
+        """Adds the digest to the tag. Called when a graph is registered, after which its parameters may be compiled."""
         self._published = True
         _shapes[id(self)] = self._digest.hexdigest()
         _set_tag()

@@ -1,7 +1,6 @@
-"""The parts that need CUDA: a module of their own, left out where there was no CUDA to build it with.
+"""Loads ``deepcompile._cuda``, the native module with the parts that need CUDA; builds without CUDA lack it.
 
-Loaded when they are first asked for: looking for a GPU when the package is imported would keep a process from forking others
-that use one.
+It is loaded at first use. Initialising CUDA at import would keep the process from forking others that use a GPU.
 """
 
 from __future__ import annotations

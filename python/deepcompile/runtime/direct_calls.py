@@ -1,6 +1,6 @@
-"""Puts the short way from Python to our operators (src/bindings/direct_calls.cpp) where ``torch.ops`` keeps the general one.
+"""Replaces the functions behind ``torch.ops.dc.*`` by faster ones (src/bindings/direct_calls.cpp).
 
-Before anybody uses an operator as a key: its hash is that of the function it calls.
+Must run before any code uses an operator as a dict key, because an operator's hash is that of the function it calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ def install() -> None:
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator)
         for called in (packet, packet.default):
-            signature = inspect.signature(called)  # which a function of C++ does not tell
+            signature = inspect.signature(called)  # a C++ function has none
             called._op = _C.direct_call(name, called._op)
-            # PyTorch's own __call__ calls self._op from a frame of Python: a fifth of a gather, wait and release.
+            # PyTorch's own __call__ is a Python function that calls self._op. That frame is a fifth of the time of a gather,
+            # wait and release.
             members = {"__call__": called._op, "__signature__": signature, "__slots__": ()}
             called.__class__ = type(type(called).__name__, (type(called),), members)
             _C.call_instances_directly(type(called), called._op)
-        _register_builtin(packet._op, name)  # TorchScript knows operators by the function that they call
+        _register_builtin(packet._op, name)  # TorchScript looks operators up by the function that they call

@@ -36,8 +36,8 @@ def _shared_memory() -> str:
     return "no: DEEPCOMPILE_COMMUNICATOR=c10d" if choice == "c10d" else "yes, where the ranks prove to share a host"
 
 
-def facts() -> dict[str, str]:
-    """Each line of the command, by its name."""
+def report_lines() -> dict[str, str]:
+    """The lines of the report, by name."""
     return {
         "deepcompile": __version__,
         "Python": platform.python_version(),
@@ -51,7 +51,7 @@ def facts() -> dict[str, str]:
 
 
 def main() -> int:
-    lines = facts()
+    lines = report_lines()
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name:{width}}  {value}")

@@ -1,6 +1,6 @@
-"""What the operators that move tensors to another device return while they are traced.
+"""Fake kernels for the operators that move tensors to another device.
 
-The other operators have kernels for Meta in C++, whose results are taken to be where their inputs are.
+The other operators have Meta kernels in C++, whose results are on the device of their inputs.
 """
 
 from __future__ import annotations

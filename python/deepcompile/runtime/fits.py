@@ -1,4 +1,4 @@
-"""Whether the native library was built for the PyTorch that is here: another one shows as a symbol that is not found."""
+"""Checks that the native library was built for the installed PyTorch; else loading it would fail with a missing symbol."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ _AGAIN = "Build it for this one: `make build PYTHON=...` in the source tree, or 
 
 
 def require_fit(torch_version: str) -> None:
-    """Raises where PyTorch is of another minor version, or the library is not built."""
+    """Raises ImportError if the library was built for another minor version of PyTorch, or was not built."""
     try:
-        from deepcompile._built_for import TORCH as built_for  # not there before a build
+        from deepcompile._built_for import TORCH as built_for  # written by the build
     except ImportError:
         raise ImportError(
             "deepcompile's native library is not built: `make build` in the source tree, or `pip install "
@@ -19,7 +19,7 @@ def require_fit(torch_version: str) -> None:
 
 
 def why_not_loaded(torch_version: str, error: ImportError) -> str:
-    """For people, of an error of the dynamic loader."""
+    """Explains an error of the dynamic loader."""
     from deepcompile._built_for import TORCH as built_for
 
     if built_for != torch_version:

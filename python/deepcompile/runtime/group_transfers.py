@@ -1,5 +1,5 @@
-"""What one rank sends the others over the process group itself: parts of whole parameters, buffers. With the deadline of the
-configuration, and through the host where the group does not reach the device.
+"""Transfers over the process group itself: scattering whole parameters, broadcasting buffers, gathering states. They have
+the configured deadline, and go through host memory if the group does not support the device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Scatt
 
 from deepcompile.runtime.agreement import Agreement
 
-#: Deadlines of one operation pass on all ranks within so many seconds of each other.
-_MOMENT = 2.0
+#: Seconds within which one operation's deadline passes on all live ranks.
+_DEADLINE_SPREAD = 2.0
 
 _ADVICE = "Is every rank alive, and does each run the same program? Config key 'timeout' is what a wait may take"
 
@@ -35,7 +35,7 @@ def slice_of(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 class GroupTransfers:
-    """Every rank of ``group`` makes one at the same point of the program, and then calls the same methods."""
+    """Every rank of ``group`` constructs it at the same point of the program and then makes the same calls."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         number = _opened[group.group_name]
@@ -45,17 +45,17 @@ class GroupTransfers:
         self._agreement = Agreement(group, f"transfers/{number}", timeout, _ADVICE)
 
     def meet(self, what: str) -> None:
-        """Returns when every rank is here. ``what``: what this rank did, for the error."""
+        """A barrier. Raises if another rank called :meth:`fail`. ``what``: what this rank did, for the error."""
         if self._world > 1:
             self._agreement.exchange("", what)
 
     def fail(self, error: BaseException | str) -> None:
-        """Instead of :meth:`meet`: the others hear of it at once."""
+        """Called instead of :meth:`meet`, which then raises on the other ranks at once."""
         if self._world > 1:
             self._agreement.fail(error)
 
     def scatter(self, whole: torch.Tensor, source: int, what: str) -> torch.Tensor:
-        """This rank's part of the tensor that rank ``source`` holds; the others' have the same shape, dtype and device."""
+        """This rank's part of rank ``source``'s tensor. ``whole`` has the same shape, dtype and device type on all ranks."""
         if self._world == 1:
             return slice_of(whole, 0, 1)
         own = torch.empty(-(-whole.numel() // self._world), dtype=whole.dtype, device=whole.device)
@@ -80,7 +80,7 @@ class GroupTransfers:
                 tensor.copy_(_as_before(sent, contiguous))
 
     def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """The flat tensors of all ranks one after the other; the others' have the same shape, dtype and device."""
+        """The concatenation of all ranks' flat tensors, which have the same shape, dtype and device type."""
         if self._world == 1:
             return own.clone()
         options = AllgatherOptions()
@@ -92,7 +92,7 @@ class GroupTransfers:
         return torch.cat([_as_before(part, contiguous) for part in received]).to(own.device)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its bytes, which a group of any backend moves, on a device that the group reaches."""
+        """The tensor's bytes (which every backend can transfer, whatever the dtype) on a device that the group supports."""
         reached = any(device.type == tensor.device.type for device in self._group._device_types)
         return (tensor if reached else tensor.cpu()).reshape(-1).view(torch.uint8)
 
@@ -100,7 +100,7 @@ class GroupTransfers:
         try:
             start().wait()
         except RuntimeError as error:
-            silent = self._agreement.silent(_MOMENT)
+            silent = self._agreement.silent(_DEADLINE_SPREAD)
             answer = f"rank {', '.join(map(str, silent))} did not answer" if silent else "every rank waited for it"
             raise RuntimeError(
                 f"{what} failed on rank {self._rank} of {self._world}, within {self._limit.total_seconds():g} seconds: "

@@ -1,6 +1,6 @@
-"""The group of ranks behind ``torch.ops.deepspeed.inference_all_reduce``: when it is set up, and when it ends.
+"""Sets up and closes the group of ranks behind ``torch.ops.deepspeed.inference_all_reduce``.
 
-It ends with the process group that it stands beside, so that ``destroy_process_group`` leaves nothing behind.
+It is closed together with the process group that it was made for, so that ``destroy_process_group`` leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deepcompile.runtime.load import _C
 class _Connection:
     size: int
     rank: int
-    group: weakref.ref[dist.ProcessGroup] | None  # None where the ranks met in a store of their own
-    asked_for: bool  # by dc.initialize, not by init_distributed
+    group: weakref.ref[dist.ProcessGroup] | None  # None if there was no process group (MASTER_ADDR and MASTER_PORT)
+    asked_for: bool  # made by dc.initialize, not by init_distributed
 
     def current(self) -> bool:
-        """Whether it belongs to the process group of now."""
+        """Whether it belongs to the present default process group."""
         return self.group is None or (dist.is_initialized() and self.group() is dist.group.WORLD)
 
 
@@ -55,7 +55,7 @@ def initialize(size: int, rank: int) -> None:
 
 
 def connect(size: int, rank: int, timeout: datetime.timedelta, *, asked_for: bool = False) -> None:
-    """Collective. Replaces what there is."""
+    """A collective. Replaces the existing connection, if any."""
     global _connection
     close()
     if dist.is_available() and dist.is_initialized():
@@ -96,7 +96,7 @@ def _connect_alone(size: int, rank: int, timeout: datetime.timedelta) -> None:
     try:
         _C.set_inference_group(meeting, rank, size, timeout, None)
     finally:
-        # The store ends with rank 0, so it stays until all have read the outcome.
+        # Rank 0 hosts the store, so it waits here until all ranks have read from it.
         meeting.set(f"left/{rank}", "")
         if rank == 0:
             meeting.wait([f"left/{r}" for r in range(size)], timeout)
@@ -120,8 +120,9 @@ def close() -> None:
 
 
 def serve_otherwise(function: Callable[..., torch.Tensor]) -> None:
-    """``function`` gets the calls of ``inference_all_reduce`` that cannot be served directly: those of ranks that no longer
-    belong to the process group of now, which the native code must find without a call of Python's, among others.
+    """Sets the fallback for calls of ``inference_all_reduce`` that the native code cannot serve. To find calls after the
+    default process group has changed, the native code compares ``distributed_c10d._world``'s attribute ``_default_pg``
+    without calling Python.
     """
     _C.set_inference_fallback(function, distributed_c10d._world, "_default_pg")
 

@@ -1,4 +1,4 @@
-"""Loads the native library, once, after making sure that it fits this PyTorch and that its operators' names are free."""
+"""Loads the native library, after checking that it was built for this PyTorch and that its operator names are free."""
 
 from __future__ import annotations
 

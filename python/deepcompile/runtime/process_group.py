@@ -1,6 +1,6 @@
-"""The default process group, made where the program has made none: the launcher's ranks, else a world of one.
+"""Makes the default process group if the program has made none: of the launcher's ranks, else of this process alone.
 
-A group that was made here is destroyed at the end of the program, after all that uses it (:mod:`deepcompile.dc`).
+A group made here is destroyed when the program exits, after everything that uses it (:mod:`deepcompile.dc`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from deepcompile.runtime import channels
 
 _log = logging.getLogger("deepcompile")
 
-#: Where launchers of MPI say what torch.distributed reads from RANK, WORLD_SIZE and LOCAL_RANK.
+#: The variables in which MPI launchers put what torch.distributed reads from RANK, WORLD_SIZE and LOCAL_RANK.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
-#: The group that :func:`make` made and that is to be destroyed at the end.
+#: The group that :func:`make` made, to be destroyed at exit.
 _own: dist.ProcessGroup | None = None
 
 
@@ -44,8 +44,8 @@ def make(
     port: int = 29500,
     discover_mpi: bool = True,
 ) -> None:
-    """Makes the default group. ``rank`` and ``world_size`` default to what the launcher has put into the environment; a
-    program that was started without a launcher is a world of one.
+    """Makes the default group. ``rank`` and ``world_size`` default to the launcher's environment, or to a world of one
+    without a launcher.
     """
     global _own
     if discover_mpi and rank < 0:
@@ -64,7 +64,7 @@ def make(
 
 
 def destroy_own() -> None:
-    """At the end of the program: where the program destroyed the group, or made another, that is its own affair."""
+    """Called at exit. Does nothing if the program has destroyed or replaced the group that :func:`make` made."""
     global _own
     own, _own = _own, None
     if own is not None and dist.is_initialized() and dist.group.WORLD is own:
@@ -75,7 +75,7 @@ def _backend(name: str | None) -> str:
     if name is None:
         return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if name == "ccl" and name not in dist.Backend.backend_list:
-        return "gloo"  # oneCCL is not there; its users mean the CPU
+        return "gloo"  # oneCCL is not installed; DeepSpeed's callers use "ccl" for the CPU
     return name
 
 

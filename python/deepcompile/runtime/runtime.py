@@ -95,14 +95,14 @@ class Runtime(_C.Runtime):
         saved_tensors.switch_on()
 
     def start_compiled_forward(self) -> None:
-        """The same where the forward is compiled: what autograd saves is looked at only from the first gather in eager code
-        on, so that compiled code meets no hooks.
+        """``start_forward`` for compiled models: saved-tensor hooks are installed only at the first gather in eager code, so
+        that compiled code runs without hooks.
         """
         super().start_forward()
 
     @contextlib.contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Waits inside belong to no step: none has the longer deadline of the first one. The same on all ranks."""
+        """Waits inside have the normal deadline, not the longer one of the first step. The same on all ranks."""
         self.set_outside_step(True)
         try:
             yield
@@ -119,7 +119,7 @@ class Runtime(_C.Runtime):
         super().reset()
 
     def cleanup(self) -> None:
-        """Waits for what is in flight and lets go of everything. The runtime cannot be used afterwards."""
+        """Waits for work in flight and frees everything. The runtime cannot be used afterwards."""
         saved_tensors.switch_off()
         self.close()
         self.is_open = False

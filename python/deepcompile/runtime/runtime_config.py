@@ -1,4 +1,4 @@
-"""The configuration of the runtime: a dict, or any object with these attributes, checked where it enters."""
+"""The configuration of the runtime: a dict, or any object with these attributes, checked by :func:`make_config`."""
 
 from __future__ import annotations
 

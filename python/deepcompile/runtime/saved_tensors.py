@@ -1,8 +1,8 @@
-"""What autograd saves of a gathered parameter: its id, so that a release in the forward is safe.
+"""Saved-tensor hooks: of a gathered parameter autograd saves only the id, so that a release in the forward is safe.
 
-Switched on, for the calling thread, by ``start_forward`` and by every gather under autograd; off by ``end_forward`` and
-``end_backward`` (in the plain loop, which calls neither, they stay on until ``cleanup``). While other default hooks are
-active (``torch.autograd.graph.saved_tensors_hooks``, checkpointing) ours are not: what those keep is theirs to keep.
+The hooks are switched on, for the calling thread, by ``start_forward`` and by every gather under autograd, and off by
+``end_forward`` and ``end_backward`` (in the plain loop, which calls neither, by ``cleanup``). While other default hooks are
+active (``torch.autograd.graph.saved_tensors_hooks``, checkpointing) ours are not, and the others save what they like.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in steps: the runtime's log (src/runtime/step_trace.h). Measurements, recordings, traces are its views."""
+"""Reads the runtime's log of steps (src/runtime/step_trace.h), for measurements, recordings and trace files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TraceEntry(NamedTuple):
     """
 
     kind: Kind
-    id: int  # of the parameter, or of the first of several; -1 where it is of none
+    id: int  # of the parameter, or of the first of several; -1 for events without a parameter
     dtype: torch.dtype
     bytes: int  # of whole parameters or gradients
     backward: bool
@@ -36,14 +36,14 @@ class Trace(NamedTuple):
     entries: list[TraceEntry]
     began: int
     ended: int
-    compiled_code: bool  # compiled code handed over gradients
+    compiled_code: bool  # whether compiled code handed over gradients
 
 
 class TraceReader:
-    """Reads what ``runtime`` logs from here on. One of :meth:`stop` and :meth:`drop` ends it; another call does nothing."""
+    """Reads what ``runtime`` logs from construction until :meth:`stop` or :meth:`drop`."""
 
     def __init__(self, runtime: Any, *, releases: bool = False) -> None:
-        """``releases``: also of copies; then none is kept to be handed out again."""
+        """``releases``: log releases of copies, too; then read-in-place copies are not kept for reuse."""
         self._trace = runtime.trace
         self.began = time.monotonic_ns()
         self._reader: int | None = self._trace.start(releases)
@@ -53,20 +53,20 @@ class TraceReader:
             self.drop()
 
     def stop(self) -> Trace:
-        """A device is waited for."""
+        """Returns what was logged. Waits for a device."""
         assert self._reader is not None
         reader, self._reader = self._reader, None
         entries, ended, compiled_code = self._trace.stop(reader)
         return Trace([TraceEntry(*entry) for entry in entries], self.began, ended, compiled_code)
 
     def drop(self) -> None:
-        """A device is not waited for."""
+        """Ends reading. Does not wait for a device; does nothing the second time."""
         if self._reader is not None:
             reader, self._reader = self._reader, None
             self._trace.drop(reader)
 
 
-#: Tracks of a trace file, by the kind of what is on them.
+#: Tracks of a trace file, by the kind of their entries.
 _TRACKS: dict[str, tuple[int, str]] = {
     "read": (0, "program: waits for parameters"),
     "gradient": (1, "program: gives gradients"),
@@ -79,7 +79,7 @@ class TraceFile:
     """A step, written for Perfetto or chrome://tracing: what the program waited for, and what ran on the channels."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # The step that is traced is worth more than its trace: what is wrong is said before it.
+        # Checked now, so that a wrong path does not make the traced step fail.
         if not pathlib.Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"trace: {os.fspath(path)!r} is in a folder that does not exist")
         self._path = os.fspath(path)
@@ -91,18 +91,18 @@ class TraceFile:
         return self._reader is not None
 
     def begin(self, runtime: Any) -> None:
-        """The step begins here."""
+        """Called at the beginning of the step."""
         self.drop()
         self._reader = TraceReader(runtime)
 
     def drop(self) -> None:
-        """The step was not the one."""
+        """Discards the trace of a step that was given up."""
         if self._reader is not None:
             self._reader.drop()
             self._reader = None
 
     def write(self, names: Mapping[int, str], rank: int) -> None:
-        """The step ends here. Several ranks may write to one path: the file is that of one of them, whole."""
+        """Called at the end of the step. If several ranks write to one path, the file is complete and from one of them."""
         assert self._reader is not None
         events = {"traceEvents": _events(self._reader.stop().entries, names, rank), "displayTimeUnit": "ms"}
         self._reader = None

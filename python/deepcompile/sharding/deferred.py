@@ -1,8 +1,8 @@
-"""Models that are larger than one rank's memory: built without parameters, then made shard by shard.
+"""Models that are larger than one rank's memory: built without parameter data, then initialised module by module.
 
-Inside :func:`init_sharded` a parameter loses its memory as soon as a module registers it: it stays as a tensor without data
-(device ``meta``), and this rank keeps its part of the value it had. :func:`deepcompile.shard` then makes each module's
-parameters whole for a moment, initialises them as the module would, and keeps this rank's part.
+Inside :func:`init_sharded` a parameter loses its memory as soon as a module registers it: it becomes a tensor without data
+(device ``meta``), and this rank keeps a copy of its part of the value. Later :func:`deepcompile.shard` allocates one
+module's whole parameters at a time, initialises them as the module would, and keeps this rank's part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from deepcompile.runtime.process_group import resolve_or_make
 
 InitFunction = Callable[[nn.Module], None]
 
-#: The attribute of a parameter without data that holds this rank's part of what it held when it was registered.
+#: Attribute of a parameter without data: this rank's part of the value that the parameter had when it was registered.
 _PART = "_deepcompile_as_registered"
-#: How often it was written to since, to no effect.
+#: Attribute of a parameter without data: how often the program has written to it since. (Such writes are lost.)
 _WRITES = "_deepcompile_writes"
 
 
 class _Writes(TorchFunctionMode):
-    """Counts what changes a tensor in place, also through ``param.data``, of which versions know nothing."""
+    """Counts in-place operations on the watched tensors, also through ``param.data``, which version counters miss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._watched: dict[int, torch.Tensor] = {}  # by storage, which they keep alive
+        self._watched: dict[int, torch.Tensor] = {}  # by the address of the storage, which the tensor keeps alive
 
     def watch(self, tensor: torch.Tensor) -> None:
         setattr(tensor, _WRITES, 0)
@@ -47,15 +47,16 @@ class _Writes(TorchFunctionMode):
                     found = self._watched.get(tensor.untyped_storage()._cdata)
                     if found is not None:
                         setattr(found, _WRITES, getattr(found, _WRITES) + 1)
-                    break  # what is written to comes first
+                    break  # only the first tensor argument is written to
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Modules that are made inside hold no parameter data. Pass the finished model to :func:`deepcompile.shard` or
-    :func:`deepcompile.initialize`, and make the optimizer after that. Values come from ``reset_parameters`` of each module,
-    and from ``init_fn`` given to ``shard``; where neither sets one, from the constructor (``nn.Parameter(torch.ones(n))``).
+    :func:`deepcompile.initialize`, and make the optimizer after that. Values come from each module's ``reset_parameters``,
+    then from the ``init_fn`` passed to ``shard``; a parameter that neither sets keeps the constructor's value
+    (``nn.Parameter(torch.ones(n))``).
     """
     group = resolve_or_make(process_group)
     rank, world = group.rank(), group.size()
@@ -81,8 +82,8 @@ def init_sharded(*, process_group: dist.ProcessGroup | None = None) -> Iterator[
 def make_shards(
     model: nn.Module, init_fn: InitFunction | None, group: dist.ProcessGroup, device: torch.device
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """This rank's part of every parameter without data. All ranks draw the same random numbers, those of rank 0's seed, so
-    nothing is sent. What they draw later, also on ``device``, is as if nothing had been drawn here.
+    """This rank's part of every parameter without data. All ranks draw the same random numbers, from rank 0's seed, so no
+    values are communicated. The random states of the CPU and of ``device`` are restored afterwards.
     """
     seeds: list[int] = [0] * group.size()
     dist.all_gather_object(seeds, torch.initial_seed(), group=group)
@@ -138,7 +139,7 @@ def _make_module(
             raise _changed_elsewhere(path, key)
         else:
             result[param] = slice_of(whole[key].detach(), group.rank(), group.size()).clone()
-        vars(param).pop(_PART, None)  # its memory is wanted
+        vars(param).pop(_PART, None)  # frees its memory
     return result
 
 

@@ -1,8 +1,8 @@
-"""The update of ``Adam`` and ``AdamW`` with ``fused=True``, without what PyTorch's ``step`` does around its kernel.
+"""The update of ``Adam`` and ``AdamW`` with ``fused=True``, without the host work of PyTorch's ``step``.
 
-``step`` walks through all parameters in Python, sorts them by device and dtype, and, where an update may turn out not to
-happen, counts every parameter's step up before it and down after it. That takes the host longer than the kernels take a
-device. Here the parameters are sorted once and the same kernels get the same numbers: the bits are those of
+PyTorch's ``step`` walks through all parameters in Python, sorts them by device and dtype, and, with ``found_inf``, counts
+every parameter's step up before the kernel and down after it. That takes the host longer than the kernels take the device.
+Here the parameters are sorted once. The same kernels get the same numbers, so the result has the bits of
 ``optimizer.step()``.
 """
 
@@ -17,7 +17,7 @@ from deepcompile.sharding import shard_aware_torch
 
 
 def step(optimizer: Any) -> None:
-    """``optimizer.step()``, by the short way where that does the same."""
+    """``optimizer.step()``; calls the fused kernels directly if that has the same effect."""
     updates = _updates(optimizer) if _is_plain(optimizer) else None
     if updates is None:
         optimizer.step()
@@ -49,11 +49,11 @@ def step(optimizer: Any) -> None:
                 found_inf=found_inf,
             )
             shard_aware_torch.note_update(params)
-    optimizer._opt_called = True  # what schedulers ask
+    optimizer._opt_called = True  # schedulers warn if it is missing
 
 
 def _inside_of_hooks(step: Any) -> Any:
-    """PyTorch puts a function that calls hooks around a class's step when the first of its objects is made."""
+    """The class's own ``step``. PyTorch wraps it in a function that calls hooks when the first object is made."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -61,15 +61,17 @@ _STEPS = {kind: _inside_of_hooks(kind.step) for kind in (torch.optim.Adam, torch
 
 
 def _is_plain(optimizer: Any) -> bool:
-    """True where nobody else looks at the step, and all of it is one kernel's work."""
+    """True if ``optimizer.step`` is PyTorch's own and nothing else observes it."""
     kind = type(optimizer)
     return kind in _STEPS and _inside_of_hooks(kind.step) is _STEPS[kind] and is_unobserved(optimizer)
 
 
 def is_unobserved(optimizer: Any) -> bool:
-    """True where nobody else could notice how often ``optimizer.step()`` is called, and with what."""
+    """True if no hook and no wrapper but ours observes how often ``optimizer.step()`` is called, and with which
+    parameters.
+    """
     replaced = optimizer.__dict__.get("step")
-    # A scheduler's only notes the call.
+    # A scheduler's wrapper only notes that step was called.
     noted = getattr(replaced, "_wrapped_by_lr_sched", False) and replaced.__wrapped__ is type(optimizer).step
     return (
         (replaced is None or noted)
@@ -81,11 +83,11 @@ def is_unobserved(optimizer: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """What one kernel updates: parameters of one group, dtype and device."""
+    """The parameters that one kernel updates: of one group, dtype and device."""
 
     group: int
-    places: list[int]  # in the group
-    states: list[int]  # places in the optimizer's state
+    places: list[int]  # indices in the group
+    states: list[int]  # indices in the optimizer's state dict, in its order
     params: list[Any]
     dtype: torch.dtype
     device: int
@@ -93,8 +95,8 @@ class _Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How an optimizer's parameters fall into batches, for as long as ``key`` is the same. Its states are not kept, so that
-    others can take their place in memory. ``kept``: no other object gets the identity of a parameter that the key names.
+    """The batches of an optimizer, valid while ``key`` is the same. It keeps no reference to states, so that offloading can
+    free them. ``kept`` holds references to the parameters, so that no new object can get an ``id()`` that the key contains.
     """
 
     key: Any
@@ -102,14 +104,14 @@ class _Layout:
     batches: list[_Batch]
 
 
-#: Where an optimizer keeps its layouts, by the first of the parameters that it was stepped with (pieces of all of them,
-#: where states are offloaded): what points from there back to the optimizer is found by the collector of cycles.
+#: The optimizer's attribute that holds its layouts, by the first parameter of each update (with offloaded states, an update
+#: runs in pieces, and each piece has a layout). An attribute, so that the garbage collector can free cycles through it.
 _LAYOUTS = "_deepcompile_layouts"
 _MOST_LAYOUTS = 64
 
 
 def _updates(optimizer: Any) -> list[_Update] | None:
-    """None where ``step`` must do it, as for the first update of a parameter."""
+    """None if ``optimizer.step()`` itself must run, for example because a parameter has no state yet."""
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"] or group["differentiable"]:
             return None
@@ -128,7 +130,7 @@ def _updates(optimizer: Any) -> list[_Update] | None:
             return None
         shard_aware_torch.before_update(optimizer)
         layout = _Layout(key, [list(group["params"]) for group in optimizer.param_groups], batches)
-        if len(layouts) == _MOST_LAYOUTS:  # of pieces that are no longer
+        if len(layouts) == _MOST_LAYOUTS:  # most belong to pieces of an earlier partition
             layouts.clear()
         layouts[first] = layout
     states = list(optimizer.state.values())
@@ -163,7 +165,7 @@ class _Update:
 
 
 def _batches(optimizer: Any, gradients: list[list[Any]]) -> list[_Batch] | None:
-    """None where a parameter has no state yet, or the parameters are on several devices: the loss scale is on one."""
+    """None if a parameter has no state yet, or the parameters are on several devices (``grad_scale`` is on one)."""
     places_of_states = {id(param): place for place, param in enumerate(optimizer.state)}
     found: dict[Any, _Batch] = {}
     for index, group in enumerate(optimizer.param_groups):

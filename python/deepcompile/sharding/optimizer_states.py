@@ -1,8 +1,8 @@
-"""States of an optimizer and the sharding of its parameters.
+"""States of an optimizer whose parameters are sharded.
 
-States that are as large as the whole parameter (made before sharding, or loaded from an unsharded run) are sliced where they
-come in: when the optimizer is first looked at after sharding, and in ``load_state_dict``. Each rank slices what its own
-optimizer holds. ``state_dict()`` gives them as parts that know what they are, :func:`full_optimizer_state_dict` as wholes.
+States of the whole parameter's size (made before sharding, or loaded from an unsharded run) are sliced at the first step or
+``state_dict()`` after sharding, and in ``load_state_dict``. Each rank slices what its own optimizer holds. ``state_dict()``
+returns states as :class:`StateShard`, :func:`full_optimizer_state_dict` as whole tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 from deepcompile.sharding.sharding import ShardedParam, Sharding, sharding_of
 from deepcompile.sharding.state_shards import Origin, StateShard, as_plain, as_state_shard
 
-#: States of PyTorch's optimizers that are numbers, also of a parameter that is one.
+#: States of PyTorch's optimizers that are one number for each parameter. (The names tell them from the states of a scalar
+#: parameter, which have the same shape.)
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 _Members = dict[Any, tuple[Sharding, ShardedParam]]
@@ -28,18 +29,18 @@ def _members(optimizer: torch.optim.Optimizer, shardings: Iterable[Sharding]) ->
 
 
 def _is_number(slot: Any, value: Any) -> bool:
-    """Or what is no tensor at all."""
+    """True for one number for each parameter, and for values that are not tensors: they are not sharded."""
     return not isinstance(value, torch.Tensor) or slot in _NUMBERS
 
 
 def _slice(sharding: Sharding, sharded: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     own = sharding.slice_of(sharded, whole.detach()).clone().view(sharded.param.shape)
-    is_as_the_parameter_was = whole.dtype == sharded.original_dtype
-    return own.to(sharded.param.dtype) if is_as_the_parameter_was else own
+    follows_parameter = whole.dtype == sharded.original_dtype
+    return own.to(sharded.param.dtype) if follows_parameter else own
 
 
 def slice_whole_states(optimizer: torch.optim.Optimizer, shardings: Iterable[Sharding]) -> None:
-    """Of an optimizer that was made, or trained, before its parameters were sharded."""
+    """Slices the states of an optimizer that was made, or trained, before its parameters were sharded."""
     for param, (sharding, sharded) in _members(optimizer, shardings).items():
         state = optimizer.state.get(param)
         if not isinstance(state, dict):
@@ -63,7 +64,7 @@ def slice_whole_states(optimizer: torch.optim.Optimizer, shardings: Iterable[Sha
 
 
 def _cast(state: dict[Any, Any], sharded: ShardedParam) -> None:
-    """Of a parameter that has its shape, but another dtype than it was made in."""
+    """Casts states of a parameter that kept its shape but is now stored in another dtype (an fp32 master copy)."""
     for slot, value in state.items():
         if not _is_number(slot, value) and value.shape == sharded.full_shape and value.dtype == sharded.original_dtype:
             state[slot] = value.to(sharded.param.dtype)
@@ -75,7 +76,7 @@ def _of_each(
     members: _Members,
     changed: Callable[[Sharding, ShardedParam, Any, Any], Any],
 ) -> dict[str, Any]:
-    """What ``state_dict()`` gives, with other values for the states of sharded parameters."""
+    """``packed``, a state dict, with ``changed(...)`` in place of each state of a sharded parameter."""
     states = dict(packed["state"])
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=False):
         for param, index in zip(group["params"], saved["params"], strict=False):
@@ -96,7 +97,7 @@ def _origin(sharding: Sharding, sharded: ShardedParam, slot: Any) -> Origin:
 def with_parts(
     optimizer: torch.optim.Optimizer, packed: dict[str, Any], shardings: Iterable[Sharding]
 ) -> dict[str, Any]:
-    """What ``state_dict()`` gives, with states that know that they are parts."""
+    """``packed``, a state dict, with the states of sharded parameters as :class:`StateShard`."""
 
     def part(sharding: Sharding, sharded: ShardedParam, slot: Any, value: torch.Tensor) -> torch.Tensor:
         return as_state_shard(value, _origin(sharding, sharded, slot)) if value.dim() > 0 else value
@@ -106,7 +107,7 @@ def with_parts(
 
 
 def with_own(optimizer: torch.optim.Optimizer, packed: dict[str, Any], shardings: Iterable[Sharding]) -> dict[str, Any]:
-    """What ``load_state_dict`` shall load of what it was given: this rank's parts."""
+    """``packed``, the argument of ``load_state_dict``, with this rank's part in place of each whole state."""
 
     def own(sharding: Sharding, sharded: ShardedParam, slot: Any, value: torch.Tensor) -> torch.Tensor:
         shape = sharded.param.shape
@@ -128,7 +129,7 @@ def with_own(optimizer: torch.optim.Optimizer, packed: dict[str, Any], shardings
             "deepcompile.full_optimizer_state_dict(model, optimizer), or use engine.save_checkpoint and load_checkpoint"
         )
 
-    members = _members(optimizer, (sharding for sharding in shardings if not sharding.whole))
+    members = _members(optimizer, (sharding for sharding in shardings if not sharding.single_rank))
     return _of_each(optimizer, packed, members, own) if members and "state" in packed else packed
 
 
@@ -139,7 +140,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     def whole(sharding: Sharding, sharded: ShardedParam, slot: Any, value: torch.Tensor) -> torch.Tensor:
         own = as_plain(value)
-        if sharding.whole or own.shape != sharded.param.shape:
+        if sharding.single_rank or own.shape != sharded.param.shape:
             return own
         what = f"state '{slot}' of parameter '{sharded.name}'"
         gathered = sharding.transfers.gather(own.to(sharded.param.device), what)

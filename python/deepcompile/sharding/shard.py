@@ -38,10 +38,10 @@ def shard(
     init_fn: InitFunction | None = None,
 ) -> nn.Module:
     """Shards ``model`` in place over ``process_group`` and returns it. Every rank calls it; the values are those of rank 0.
-    Without ``process_group`` it is the default group; where there is none, one is made: of the launcher's ranks (torchrun),
-    else of this process alone. Optimizers may be made before or after: parameters keep their identity, except those
-    without data (:func:`deepcompile.init_sharded`, device ``meta``), which are made here, module by module, by ``init_fn``
-    or as the module does it itself.
+    ``process_group`` defaults to the default group, which is made if the program has made none: of the launcher's ranks
+    (torchrun), else of this process alone. Optimizers may be made before or after: parameters keep their identity, except
+    those without data (:func:`deepcompile.init_sharded`, device ``meta``). Those are initialised here, module by module, by
+    the module's ``reset_parameters`` and by ``init_fn``.
     """
     checked = load_config(config)
     if not isinstance(model, nn.Module):
@@ -52,7 +52,7 @@ def shard(
     try:
         _check_modules(model)
         found = _find_params(model, checked)
-        if group.size() > 1:  # one rank has everything: autograd leaves gradients on the parameters
+        if group.size() > 1:  # (on one rank hooks work: autograd leaves gradients on the parameters)
             _check_hooks(found)
     except Exception as error:
         transfers.fail(error)
@@ -73,7 +73,7 @@ def shard(
     for name, buffer in model.named_buffers():
         if buffer.numel() > 0 and group.size() > 1:
             transfers.broadcast(buffer, 0, f"buffer '{name}'")
-    if not sharding.whole:
+    if not sharding.single_rank:
         for sharded in sharding.params:
             _refuse_hooks(sharded)
             if sharding.world > 1:
@@ -175,7 +175,7 @@ _NO_HOOKS = (
 
 
 class _RefuseHooks:
-    """Stands where a sharded parameter has ``register_hook``."""
+    """Replaces ``register_hook`` of a sharded parameter by an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -196,30 +196,30 @@ def _refuse_hooks(sharded: ShardedParam) -> None:
 
 
 def _put_shard(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> ShardedParam:
-    """A parameter without data becomes one with this rank's part."""
-    own = _kept(sharded, own, sharding)
+    """Replaces a parameter without data by a new one with this rank's part."""
+    own = _storage_of(sharded, own, sharding)
     param = nn.Parameter(own, requires_grad=sharded.param.requires_grad)
     param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
     for module, attribute in sharded.places:
         module._parameters[attribute] = param
-    if not sharding.whole:
+    if not sharding.single_rank:
         make_shard(param, sharded.name, sharded.full_shape)
     return dataclasses.replace(sharded, param=param)
 
 
-def _kept(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """What the parameter holds: its part in memory from which gathers are fastest, as the fp32 master copy where reads cast.
-    One rank that has everything keeps the parameter as it is.
+def _storage_of(sharded: ShardedParam, own: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """``own`` copied to memory from which gathers are fastest, in fp32 (the master copy) if reads cast. On a single rank,
+    which gathers nothing, ``own`` is only cast and moved to the device.
     """
     dtype = torch.float32 if sharded.read_dtype == sharding.config.compute_dtype else own.dtype
-    if sharding.whole:
+    if sharding.single_rank:
         return own.to(sharding.runtime.device, dtype).view(sharded.full_shape)
     return sharding.runtime.empty(own.shape, dtype).copy_(own)
 
 
 def _forget_its_graph(param: nn.Parameter) -> None:
-    """While a graph from before sharding lives (a kept loss), autograd keeps the shape that the parameter's gradient had.
-    It lets go of it where the dtype changes.
+    """Makes autograd forget the shape that the parameter's gradient had before sharding. As long as a graph from before
+    (a kept loss) is alive, autograd keeps that shape unless the dtype changes, so the dtype is changed for a moment.
     """
     if param.requires_grad:
         other = torch.float64 if param.dtype != torch.float64 else torch.float32
@@ -227,16 +227,16 @@ def _forget_its_graph(param: nn.Parameter) -> None:
 
 
 def _replace_by_shard(sharded: ShardedParam, sharding: Sharding) -> None:
-    """Rank 0 sends each rank its part."""
+    """Puts this rank's part, which rank 0 sends, into the parameter."""
     param = sharded.param
     whole = param.detach()
-    if sharding.whole:
-        param.data = _kept(sharded, whole.contiguous(), sharding)
+    if sharding.single_rank:
+        param.data = _storage_of(sharded, whole.contiguous(), sharding)
         param.grad = None
         param.full_shape = sharded.full_shape  # type: ignore[attr-defined]
         return
     own = sharding.transfers.scatter(whole, 0, f"parameter '{sharded.name}'")
     _forget_its_graph(param)
-    param.data = _kept(sharded, own, sharding)
+    param.data = _storage_of(sharded, own, sharding)
     param.grad = None
     make_shard(param, sharded.name, sharded.full_shape)

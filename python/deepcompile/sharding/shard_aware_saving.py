@@ -1,7 +1,7 @@
-"""Functions that write parameters somewhere, of PyTorch and of safetensors, made right for shards: what is one rank's part
-alone is refused, and what promises whole parameters gives them.
+"""Wraps functions of PyTorch and safetensors that save parameters. They refuse to write one rank's part alone;
+``get_model_state_dict(full_state_dict=True)`` returns whole parameters.
 
-``torch.save``, ``pickle`` and queues of processes need no change: a part refuses them itself (``state_shards.py``,
+``torch.save``, ``pickle`` and multiprocessing queues need no wrapper: pickling a shard raises (``state_shards.py``,
 ``shard_parameter.py``).
 """
 
@@ -33,8 +33,8 @@ def _refuse_parts(values: Iterable[Any]) -> None:
             origin.refuse()
 
 
-#: Those that everybody calls, and those that they call in the releases 0.4 to 0.8, for programs that imported the former
-#: before a model was sharded.
+#: The public functions, and the internal ones that they call in releases 0.4 to 0.8. The latter catch programs that imported
+#: the public ones before a model was sharded.
 _OF_SAFETENSORS = ("save", "save_file", "_flatten", "_evaluate_tensors_for_save")
 
 
@@ -53,7 +53,7 @@ def _refuse_in_safetensors(module: ModuleType) -> None:
 
 
 def _refuse_in_async_save(module: Any) -> None:
-    """It copies tensors into memory of its own first, which knows nothing of parts."""
+    """``async_save`` first copies tensors to staging memory as plain tensors, which no longer refuse to be saved."""
     inner = module.async_save
 
     @functools.wraps(inner)
@@ -65,8 +65,9 @@ def _refuse_in_async_save(module: Any) -> None:
 
 
 def _wrap_get_model_state_dict(module: Any) -> None:
-    """Of torch.distributed.checkpoint: ``get_model_state_dict`` and ``get_state_dict``."""
-    inner = getattr(module, "_get_model_state_dict", None)  # what both call, also where they were imported before
+    """Wraps ``get_model_state_dict`` and ``get_state_dict`` of torch.distributed.checkpoint."""
+    # Both call this internal function, so wrapping it also serves programs that imported them before.
+    inner = getattr(module, "_get_model_state_dict", None)
     if inner is None:
         return
 

@@ -1,8 +1,8 @@
-"""PyTorch's functions over all gradients of a model, made right for shards.
+"""Wraps functions of PyTorch that look at all gradients of a model, so that they give the global result for shards.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``torch.amp.GradScaler`` would each see this rank's part only.
-They give the global result once a model is sharded; on other tensors they do what they did. Optimizers that look at a
-parameter as a whole, and wrappers that would average a second time, are refused.
+Once a model is sharded they combine all ranks; on other tensors they are unchanged. Optimizers that are not elementwise,
+and DistributedDataParallel, which would average a second time, are refused.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from deepcompile.sharding import optimizer_states, shard_aware_saving
 from deepcompile.sharding.shard_parameter import ShardParameter
 from deepcompile.sharding.sharding import Sharding, open_shardings
 
-#: They compute norms or factors over a whole parameter, or take part in a line search. Also where another library has them.
+#: Optimizers that compute norms or factors over a whole parameter, or a line search; by name, from whatever library.
 _NOT_ELEMENTWISE = ("Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam")
 
-#: The parameters that an optimizer trained when it was last looked at.
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+#: The ids of an optimizer's parameters when :func:`before_update` last checked it.
+_checked_params: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
 _installed = False
 
 
 def install() -> None:
-    """After each model that is sharded."""
+    """Called after each ``shard``. Installs the wrappers once."""
     global _installed
-    _seen.clear()  # an optimizer may hold what is sharded only now
+    _checked_params.clear()  # an optimizer that was checked before may hold parameters of the new sharding
     if _installed:
         return
     _installed = True
@@ -51,7 +51,7 @@ def install() -> None:
 def total_norm_over_shards(
     gradients: list[torch.Tensor], norm_type: float, sharding: Sharding, replicated: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The norm over the shards of all ranks. ``replicated``: the norm of gradients that every rank holds alike."""
+    """The norm over the shards of all ranks. ``replicated``: the norm of gradients that are the same on every rank."""
     device, group = sharding.runtime.device, sharding.group
     if norm_type == 2.0:
         squares = _C.sum_of_squares(gradients, device)
@@ -71,7 +71,7 @@ def total_norm_over_shards(
 
 
 def _local_norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """One number for each gradient, in at least 32 bits."""
+    """The norm of each gradient, in at least 32 bits."""
     wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
     if any(gradient.is_complex() for gradient in gradients):
         return torch.stack([torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients])
@@ -79,7 +79,7 @@ def _local_norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tenso
 
 
 def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Through the runtime where it has the device's own channel, so that the host does not wait."""
+    """Sums over the runtime's own channel if there is one for this device, so that the host does not block."""
     if group.size() == 1:
         return
     for sharding in open_shardings():
@@ -90,7 +90,8 @@ def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _wrap_total_norm() -> None:
-    public = clip_grad._get_total_norm  # a wrapper that switches gradients off and calls what its cell holds
+    # PyTorch's own is decorated with no_grad: a closure over the inner function, which is replaced in the closure's cell.
+    public = clip_grad._get_total_norm
     cell = next((c for c in public.__closure__ or () if callable(c.cell_contents)), None)
     inner: Callable[..., torch.Tensor] = public if cell is None else cell.cell_contents
 
@@ -101,7 +102,7 @@ def _wrap_total_norm() -> None:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        all_tensors = rest = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parts: list[tuple[Sharding, list[torch.Tensor]]] = []
         for sharding in open_shardings():
             addresses = {s.param.grad.data_ptr() for s in sharding.params if s.param.grad is not None}
@@ -110,7 +111,7 @@ def _wrap_total_norm() -> None:
                 parts.append((sharding, sharded))
                 rest = [tensor for tensor in rest if tensor.data_ptr() not in addresses]
         if not parts:
-            return inner(given, norm_type, error_if_nonfinite, foreach)
+            return inner(all_tensors, norm_type, error_if_nonfinite, foreach)
         total = inner(rest, norm_type, False, foreach) if rest else None
         with torch.no_grad():
             for sharding, sharded in parts:
@@ -124,9 +125,9 @@ def _wrap_total_norm() -> None:
         return total.to(parts[0][1][0].dtype.to_real())
 
     if cell is not None:
-        cell.cell_contents = get_total_norm  # also for those who imported it before
+        cell.cell_contents = get_total_norm  # reaches programs that imported the function before
     else:
-        clip_grad._get_total_norm = get_total_norm  # where clip_grad_norm_ looks it up
+        clip_grad._get_total_norm = get_total_norm  # clip_grad_norm_ looks it up here
         vars(torch.nn.utils)["get_total_norm"] = get_total_norm
 
 
@@ -150,7 +151,7 @@ def _wrap_grad_scaler() -> None:
 
 
 def _allow_foreach() -> None:
-    """Optimizers update many parameters in one kernel only where they know the class of each."""
+    """Lets optimizers use foreach kernels for shards: they do so only for listed parameter classes."""
     if ShardParameter not in torch_optimizer._foreach_supported_types:
         torch_optimizer._foreach_supported_types.append(ShardParameter)
 
@@ -199,23 +200,23 @@ def refuse_whole_parameter_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def before_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """What every ``optimizer.step()`` begins with."""
+    """A hook before every ``optimizer.step()``."""
     _refuse_whole_parameter_optimizers(optimizer)
-    looked_at = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    if _seen.get(optimizer) != looked_at:
+    params = [id(param) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if _checked_params.get(optimizer) != params:
         _refuse_added_parameters(optimizer)
         optimizer_states.slice_whole_states(optimizer, open_shardings())
-        _seen[optimizer] = looked_at
+        _checked_params[optimizer] = params
 
 
 def are_the_only_hooks() -> bool:
-    """True where no other library looks at the steps of all optimizers."""
+    """True if no other library has registered global hooks on optimizer steps."""
     hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     return [list(found.values()) for found in hooks] == [[before_update], [after_update]]
 
 
 def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """A parameter that came into a model after it was sharded belongs to each rank alone: nobody averages its gradient."""
+    """Refuses parameters that were added to a model after sharding: no reduction averages their gradients over the ranks."""
     others = {
         param
         for group in optimizer.param_groups
@@ -223,8 +224,8 @@ def _refuse_added_parameters(optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(param, "full_shape") and param.requires_grad and param.numel() > 0
     }
     for sharding in open_shardings() if others else ():
-        model = sharding.living_model
-        for name, param in model.named_parameters() if model is not None and not sharding.whole else ():
+        model = sharding.model_or_none
+        for name, param in model.named_parameters() if model is not None and not sharding.single_rank else ():
             if param in others:
                 raise RuntimeError(
                     f"parameter '{name}' was added to {type(model).__name__} after it was sharded, and each rank would "
@@ -240,14 +241,14 @@ def _refuse_whole_parameter_optimizers(optimizer: torch.optim.Optimizer) -> None
 
 
 def after_update(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """What every ``optimizer.step()`` ends with. Gathered copies are out of date when the shard's version changes, which
-    fused optimizers, and those that write to ``param.data``, leave as it was.
+    """A hook after every ``optimizer.step()``. Gathered copies become stale when the shard's version changes; fused
+    optimizers, and those that write to ``param.data``, do not change it.
     """
     note_update([param for group in optimizer.param_groups for param in group["params"] if param.grad is not None])
 
 
 def note_update(params: list[torch.nn.Parameter]) -> None:
-    """What :func:`after_update` does for parameters that were updated."""
+    """Increments the versions of those ``params`` that are shards: they were updated."""
     updated = [param for param in params if hasattr(param, "full_shape")]
     if updated:
         torch.autograd.graph.increment_version(updated)

@@ -1,5 +1,5 @@
-"""The class of a sharded parameter: what ``model.parameters()`` holds of it. It does what ``nn.Parameter`` does, except
-where that would be wrong without a word.
+"""The class of the parameters in ``model.parameters()`` of a sharded model. It behaves like ``nn.Parameter``, and raises an
+error where that would silently give a wrong result.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from deepcompile.sharding.state_shards import Origin, as_plain
 
 
 class ShardParameter(nn.Parameter):
-    """Holds this rank's part of a parameter. Writing to ``param.data`` counts as a change of the parameter; other memory
-    cannot be put under it.
+    """Holds this rank's part of a parameter. Writing to ``param.data`` increments the parameter's version; assigning other
+    memory to ``param.data`` is an error.
     """
 
     full_shape: torch.Size
     shard_name: str
-    #: What it is a part of; None where this rank has all of it.
+    #: What this shard is a part of; None if this rank holds the whole parameter.
     origin: Origin | None = None
-    #: A copy is the program's own: the runtime does not gather from it.
+    #: True for a deepcopy, which the runtime does not know and does not gather from.
     is_copy = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -40,7 +40,7 @@ class ShardParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return self.detach()  # of one version with the parameter
+            return self.detach()  # shares the parameter's version, so writes count without ShardData
         plain: torch.Tensor = _get_data(self)
         if _asked_by_pytorch():
             return plain
@@ -67,13 +67,15 @@ _get_data, _set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # t
 
 
 def _asked_by_pytorch() -> bool:
-    """PyTorch's own code looks at the class of ``param.data``, and writes to none of ours."""
+    """True if code of PyTorch reads ``param.data``. It checks the class, so it gets a plain tensor, and does not write to
+    shards through it.
+    """
     return str(sys._getframe(2).f_globals.get("__name__", "")).split(".")[0] == "torch"
 
 
 class ShardData(torch.Tensor):
-    """``param.data`` of a sharded parameter, and its views. ``data`` has a version of its own, so that the runtime would not
-    hear of a change: here it does.
+    """``param.data`` of a sharded parameter, and its views. A plain ``data`` tensor has its own version counter, so the
+    runtime would miss writes to it; this class increments the parameter's version at each write.
     """
 
     parameter: ShardParameter
@@ -90,13 +92,13 @@ class ShardData(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [value for value in _tensors((args, kwargs)) if isinstance(value, ShardData)]
+        parts = [value for value in _tensors((args, kwargs)) if isinstance(value, ShardData)]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            torch.autograd.graph.increment_version([value.parameter for value in given])
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: _marked(value, given), result)
+            torch.autograd.graph.increment_version([value.parameter for value in parts])
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: _marked(value, parts), result)
 
 
 #: Besides functions whose names end with an underscore.
@@ -124,10 +126,10 @@ _WRITES = (
 )
 
 
-def _marked(value: torch.Tensor, given: list[ShardData]) -> torch.Tensor:
-    """A view of what was given tells of changes, too."""
+def _marked(value: torch.Tensor, sources: list[ShardData]) -> torch.Tensor:
+    """``value`` as ShardData if it is a view of one of ``sources``, so that writes to it count, too."""
     memory = value.untyped_storage().data_ptr()
-    source = next((one for one in given if one.untyped_storage().data_ptr() == memory), None)
+    source = next((one for one in sources if one.untyped_storage().data_ptr() == memory), None)
     if source is None or memory == 0:
         return value
     view = value if isinstance(value, ShardData) else value.as_subclass(ShardData)
@@ -140,14 +142,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def make_shard(param: nn.Parameter, name: str, full_shape: torch.Size) -> None:
-    """``param``, which holds this rank's part, is of our class from here on."""
+    """Makes ``param``, which holds this rank's part, a :class:`ShardParameter`, in place."""
     param.__class__ = ShardParameter
     assert isinstance(param, ShardParameter)
     param.shard_name, param.full_shape = name, full_shape
 
 
 def refuse_direct_gradient(param: nn.Parameter, name: str, place: str) -> None:
-    """A loss that was computed from the shard itself is an error in its backward. Once for each parameter that trains."""
+    """Makes the backward of a loss that was computed from the shard itself an error. Called once for each parameter that
+    is trained.
+    """
     path, _, attribute = name.rpartition(".")
     module = f"model.{path}" if path else "model"
     _C.Runtime.refuse_direct_gradients(
@@ -158,4 +162,4 @@ def refuse_direct_gradient(param: nn.Parameter, name: str, place: str) -> None:
     )
 
 
-_C.take_for_parameters(ShardParameter)  # by operators that are called directly
+_C.take_for_parameters(ShardParameter)  # lets direct calls of operators (direct_calls.py) accept this subclass

@@ -1,7 +1,7 @@
-"""Classes of modules whose parameters are sharded: the original class, with properties that gather.
+"""Classes of modules whose parameters are sharded: subclasses of the original class, with properties that gather.
 
-A class is made once for equal modules (same class, names, shapes and dtypes), so that torch.compile, which guards on the
-class, shares compiled code between equal layers.
+Equal modules (same class, names, shapes and dtypes) share one subclass, so that torch.compile, which guards on the class,
+shares compiled code between equal layers.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class _Read:
     shape: tuple[int, ...]
     dtype: torch.dtype
     keep: bool
-    #: The parameter is there as a whole, in another dtype than it is read in.
-    whole: bool
-    #: Of the sharding: a graph id may be used again after its engine was closed, its compiled code may not.
+    #: The module holds the whole parameter; reading only casts it.
+    single_rank: bool
+    #: The sharding's serial number. A graph id may be reused after its engine was closed, but its compiled code must not be.
     serial: int
 
 
 _classes: dict[tuple[type[nn.Module], tuple[_Read, ...]], type[nn.Module]] = {}
 
 
-#: What a writer to a gathered parameter meets (src/ops/kernels.h). Compiled code asks for writable memory also where it only
-#: reads; so do some operators that run inside a module's forward: there only a change is an error, found a little later.
+#: How writes to a gathered parameter are detected (src/ops/kernels.h). Outside of a forward, asking for writable memory is
+#: an error at once. Some operators inside a module's forward ask for writable memory and only read; there only a change is
+#: an error, raised a little later. Compiled code always asks, so it has no guard.
 _NO_GUARD, _FORBID_WRITING, _NOTICE_WRITING = 0, 1, 2
 
 
@@ -64,7 +65,7 @@ def _property(read: _Read) -> property:
         assert parameter is not None
         return parameter.to(dtype)
 
-    if read.whole:
+    if read.single_rank:
         return property(cast)
 
     def gather(module: nn.Module) -> torch.Tensor:
@@ -76,8 +77,8 @@ def _property(read: _Read) -> property:
     return property(gather)
 
 
-def _some_getter(whole: bool = False) -> Callable[..., Any]:
-    getter = _property(_Read("weight", 0, (), torch.float32, False, whole, 0)).fget
+def _some_getter(single_rank: bool = False) -> Callable[..., Any]:
+    getter = _property(_Read("weight", 0, (), torch.float32, False, single_rank, 0)).fget
     assert getter is not None
     return getter
 
@@ -91,11 +92,12 @@ def _gathers_all(shards: list[Any], dtypes: list[torch.dtype], graph: int) -> Ca
     return gather_all
 
 
-#: What runs when eager code reads a parameter or enters a leaf module; all functions of one maker are of one code.
+#: The functions that run when eager code reads a parameter or enters a leaf module. (Closures made by one function share
+#: their code object, so one example of each is enough.)
 EAGER_FRAMES: tuple[Callable[..., Any], ...] = (_some_getter(), _guard, _gathers_all([], [], 0))
 
-#: The code of all properties.
-GETTERS = (_some_getter().__code__, _some_getter(whole=True).__code__)
+#: The code objects of all properties.
+GETTERS = (_some_getter().__code__, _some_getter(single_rank=True).__code__)
 
 
 def _no_copy(module: nn.Module, memo: Any) -> NoReturn:
@@ -113,8 +115,8 @@ def _no_pickle(module: nn.Module, protocol: Any) -> NoReturn:
 
 
 def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """What ``to``, ``half``, ``cpu``, ... do to each parameter; those that change nothing are let through, and the parameter
-    keeps its memory.
+    """Overrides ``nn.Module._apply``, which ``to``, ``half``, ``cpu``, ... call. Refused unless ``fn`` leaves shards
+    unchanged; then the parameter keeps its memory.
     """
     sharded = {
         name: param for name, param in module._parameters.items() if param is not None and hasattr(param, "full_shape")
@@ -138,7 +140,9 @@ def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: boo
 
 
 def _is_same(result: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a function of ``_apply`` changed nothing: ``to("cpu:0")`` copies what is on ``cpu``."""
+    """Whether ``result`` has the parameter's dtype, shape, device and values. It may be a copy: ``to("cpu:0")`` copies what
+    is on ``cpu``.
+    """
     if any(getattr(result, name) != getattr(parameter, name) for name in ("dtype", "shape")):
         return False
     if result.data_ptr() == parameter.data_ptr() and not result.is_meta:
@@ -150,12 +154,12 @@ def _is_same(result: torch.Tensor, parameter: torch.Tensor) -> bool:
     return torch.equal(*bytes_of_both)
 
 
-#: What a state dict has of a parameter instead of this rank's part (``unsharded.whole_state_dicts``).
+#: Inside ``unsharded.whole_state_dicts``: what state dicts contain for a parameter instead of this rank's part.
 whole_of: Callable[[Any], torch.Tensor] | None = None
 
 
 def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Parts go into a state dict as tensors that know what they are."""
+    """Puts this rank's parts into the state dict as :class:`StateShard`, or whole parameters if ``whole_of`` is set."""
     module._deepcompile_original._save_to_state_dict(module, destination, prefix, keep_vars)
     for attribute, parameter in module._parameters.items():
         key, origin = prefix + attribute, origin_of(parameter)
@@ -168,7 +172,7 @@ def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, k
 
 
 def _extra_repr(module: Any) -> str:
-    """``print(model)`` may be called by one rank alone: what it reads must not be gathered."""
+    """Lets one rank alone call ``print(model)``: the module's ``extra_repr`` sees meta tensors, so nothing is gathered."""
     shown = type(module)
     parameters = module._parameters
     module.__dict__["_parameters"] = {
@@ -186,7 +190,7 @@ def _extra_repr(module: Any) -> str:
 
 
 def _flat_weights(module: Any) -> list[torch.Tensor]:
-    """Recurrent modules keep a list of their parameters beside them."""
+    """Recurrent modules read their parameters through this list; here it gathers them."""
     return [getattr(module, name) for name in module._flat_weights_names]
 
 
@@ -215,10 +219,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def install(sharding: Sharding) -> None:
-    """Gives the modules their new classes."""
+    """Changes the classes of the model's modules, and adds hooks for ``load_state_dict`` and leaf modules."""
     reads: dict[nn.Module, list[tuple[ShardedParam, _Read]]] = {}
     for sharded in sharding.params:
-        keep = sharded.leaf or sharded.persistent  # compiled code must know that the memory is not its own
+        keep = (
+            sharded.leaf or sharded.persistent
+        )  # the copy stays after the read, so compiled code must not reuse its memory
         for module, attribute in sharded.places:
             read = _Read(
                 attribute,
@@ -226,7 +232,7 @@ def install(sharding: Sharding) -> None:
                 tuple(sharded.full_shape),
                 sharded.read_dtype,
                 keep,
-                sharding.whole,
+                sharding.single_rank,
                 sharding.serial,
             )
             reads.setdefault(module, []).append((sharded, read))
@@ -234,16 +240,16 @@ def install(sharding: Sharding) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # gradients are reduced dense
         module.register_load_state_dict_pre_hook(_Slicer(sharding, {read.attribute: s for s, read in entries}))  # type: ignore[no-untyped-call]
-        # What one rank has as a whole is read as it is.
-        through = [read for s, read in entries if not read.whole or read.dtype != s.param.dtype]
-        if through:
-            module.__class__ = _class_of(type(module), tuple(through))
+        # On a single rank, parameters that need no cast stay plain attributes.
+        properties = [read for s, read in entries if not read.single_rank or read.dtype != s.param.dtype]
+        if properties:
+            module.__class__ = _class_of(type(module), tuple(properties))
     _install_leaf_hooks(sharding)
 
 
-def trains_otherwise(sharded: ShardedParam) -> None:
-    """Of a parameter after ``requires_grad_``. PyTorch 2.11 takes compiled code that was made before for right as long as
-    nobody has written to the dictionaries of its modules, and ``requires_grad_`` writes to none: one write makes it look.
+def force_guard_check(sharded: ShardedParam) -> None:
+    """Makes Dynamo check its guards again after ``requires_grad_`` of a parameter. PyTorch 2.11 skips guards on modules
+    whose dictionaries were not written to, and ``requires_grad_`` writes to none; so an entry is written and removed.
     """
     for module, _ in sharded.places:
         module._parameters["(written)"] = None
@@ -251,9 +257,9 @@ def trains_otherwise(sharded: ShardedParam) -> None:
 
 
 class _Slicer:
-    """Lets ``load_state_dict`` take whole parameters, of which it keeps this rank's part, and this rank's own parts as
-    ``state_dict()`` gives them. Of other flat tensors nothing says whose part they are. With ``assign=True`` values are
-    copied as well: the runtime knows a shard by its memory.
+    """A pre-hook of ``load_state_dict``, which accepts whole parameters (this rank keeps its part) and this rank's own parts
+    as ``state_dict()`` returned them. Other flat tensors are refused, since they may be another rank's part. With
+    ``assign=True`` values are still copied, because the runtime identifies a shard by its memory.
     """
 
     def __init__(self, sharding: Sharding, params: dict[str, ShardedParam]) -> None:
@@ -275,24 +281,24 @@ class _Slicer:
         self._sharding.runtime.end_reads()
         for attribute, sharded in self._params.items():
             key, value = prefix + attribute, state_dict.get(prefix + attribute)
-            # Inside full_params another parameter is there, which is whole.
+            # (Inside full_params the module holds a whole parameter, which is loaded as usual.)
             if not isinstance(value, torch.Tensor) or module._parameters.get(attribute) is not sharded.param:
                 continue
             own = self._own_part(sharded, value)
             if own is None:
                 errors.append(self._refusal(key, sharded, value))
-                own = sharded.param.detach()  # stays as it is, and PyTorch has nothing to add
+                own = sharded.param.detach()  # loads the current value, so that PyTorch adds no error of its own
             state_dict[key] = own.view(sharded.param.shape)
 
     def _own_part(self, sharded: ShardedParam, value: torch.Tensor) -> torch.Tensor | None:
-        """What this rank has of the parameter; None where that cannot be told."""
+        """This rank's part of ``value``; None if ``value`` cannot be identified."""
         sharding = self._sharding
         if isinstance(value, StateShard):
             is_own = value.shape == sharded.param.shape and value.origin.same_part(sharding.origin(sharded))
             return as_plain(value) if is_own else None
         if value.shape == sharded.full_shape:
             return sharding.slice_of(sharded, value.detach())
-        if sharding.world == 1 and value.shape == (sharded.numel,):  # as a rank that gathers has it
+        if sharding.world == 1 and value.shape == (sharded.numel,):  # flat, as with ``gather_at_one_rank``
             return value.detach()
         return None
 
@@ -318,7 +324,7 @@ class _Slicer:
 def _install_leaf_hooks(sharding: Sharding) -> None:
     """A leaf module gathers all its parameters at entry, in one collective, on every rank alike."""
     wanted = set(sharding.config.zero_optimization.leaf_modules)
-    if not wanted or sharding.whole:
+    if not wanted or sharding.single_rank:
         return
     by_parameter = sharding.by_parameter()
     for path, module in sharding.model.named_modules():

@@ -1,4 +1,4 @@
-"""What sharding a model makes of it: its parameters, its runtime, and which modules are whose."""
+"""The state of a sharded model: its parameters, its runtime and its configuration. Modules find it by ``sharding_of``."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter. ``param`` holds this rank's part, flat and padded to the same size on all ranks; the whole of it,
-    in its own shape, where one rank has everything.
+    """A sharded parameter. ``param`` holds this rank's part, flat and padded to the same size on all ranks; on a single rank
+    (:attr:`Sharding.single_rank`) the whole parameter in its own shape.
     """
 
     id: int
     name: str
     full_shape: torch.Size
     original_dtype: torch.dtype
-    #: What a module sees: the dtype that the gather casts to.
+    #: The dtype that gathers cast to, which modules see.
     read_dtype: torch.dtype
     param: nn.Parameter
     #: Every (module, attribute) that holds it: more than one where it is tied.
@@ -65,9 +65,9 @@ class CompiledCall(NamedTuple):
 
 
 class Sharding:
-    """What was done to one model: its runtime, its graph and its parameters."""
+    """One sharded model: its runtime, its graph id and its parameters."""
 
-    #: Makes what plans a sharding's steps: :mod:`deepcompile.planning`, which comes after this package, puts it here.
+    #: The class of :attr:`planner`. Set by :mod:`deepcompile.planning`, which may import this package but not vice versa.
     planner_type: ClassVar[Callable[[Sharding], Any]]
 
     def __init__(
@@ -80,10 +80,10 @@ class Sharding:
     ) -> None:
         self.config = config
         self.group = group
-        #: What one rank sends the others outside the steps, and where they meet for it.
+        #: Transfers between ranks outside of steps: sharding, saving, loading.
         self.transfers = transfers
         self.rank, self.world = group.rank(), group.size()
-        #: Of the graph that holds every parameter.
+        #: The runtime's graph that has every parameter.
         self.graph_id = identity.graph_id
         self.serial = identity.serial
         self.runtime = Runtime(
@@ -98,24 +98,24 @@ class Sharding:
             config.zero_optimization.reduce_bucket_size or _bucket_size(model),
             device=_device_of(model, group),
         )
-        #: One rank has everything: modules read its parameters as they are, and autograd leaves their gradients on them.
-        self.whole = self.world == 1 and not config.zero_optimization.gather_at_one_rank
-        #: Whether memory for gradients is taken when they come, and goes with the update: an engine's choice.
-        self.lets_gradients_go = False
-        #: Moves an optimizer's states to the host and back: an engine's choice, for which the planner plans.
+        #: The only rank holds everything: modules read parameters directly, and autograd puts gradients on them.
+        self.single_rank = self.world == 1 and not config.zero_optimization.gather_at_one_rank
+        #: Whether gradient buffers are freed at each update and allocated in the backward: an engine's choice.
+        self.frees_gradients = False
+        #: Moves an optimizer's states to the host and back, if an engine does that; the planner takes it into account.
         self.offload: StateOffload | None = None
         self.params: list[ShardedParam] = []
-        self.steps_begun = 0  # of the engine
-        #: Runs of compiled graphs that train, while somebody wants to know of them.
+        self.steps_begun = 0  # by the engine
+        #: Runs of compiled graphs that train, while a profile or a recording collects them; else None.
         self.calls: list[CompiledCall] | None = None
-        self._trained: list[bool] = []  # what the runtime has gradient buffers for
-        self._refusing: set[int] = set()  # parameters that refuse a gradient of the shard itself
+        self._trained: list[bool] = []  # for each parameter, whether the runtime has a gradient buffer for it
+        self._refusing: set[int] = set()  # ids for which refuse_direct_gradient was called
         self._model = weakref.ref(model)
         self._planner: Any = None
 
     @property
-    def living_model(self) -> nn.Module | None:
-        """None when nobody holds it any more, although parts of it may live on."""
+    def model_or_none(self) -> nn.Module | None:
+        """None if the model was garbage collected. (Submodules of it may still be alive.)"""
         return self._model()
 
     @property
@@ -138,19 +138,19 @@ class Sharding:
         return self._planner is not None
 
     @property
-    def reads_what_it_has(self) -> bool:
-        """True in the steps of an engine on one rank: a gather is the parameter itself, and there is nothing to plan."""
+    def reads_in_place(self) -> bool:
+        """True in the steps of an engine on one rank: a gather returns the parameter itself, so there is nothing to plan."""
         in_place = os.environ.get("DEEPCOMPILE_READ_IN_PLACE", "auto") != "off"
         return self.world == 1 and self.steps_begun > 0 and in_place and self.config.compile.mode == "compile"
 
     @property
     def collectives_stop_compute(self) -> bool:
-        """True where they run on the thread of the caller."""
+        """True if collectives run on the caller's thread, so that compute stands still meanwhile."""
         return self.runtime.device.type == "cpu" and self.runtime.stats()["cpu_stream"] == "inline"
 
     @property
     def names(self) -> dict[int, str]:
-        """Of the parameters, by id."""
+        """The names of the parameters, by id."""
         return {sharded.id: sharded.name for sharded in self.params}
 
     def by_parameter(self) -> dict[nn.Parameter, ShardedParam]:
@@ -164,7 +164,7 @@ class Sharding:
             self.runtime.register_z3_param(
                 sharded.id,
                 sharded.full_shape,
-                sharded.flat if self.whole else sharded.param,  # on which the runtime puts the gradient
+                sharded.flat if self.single_rank else sharded.param,  # the runtime sets .grad of this tensor
                 self._gradient_buffer(sharded.param),
                 sharded.persistent,
                 name=sharded.name,
@@ -179,21 +179,19 @@ class Sharding:
             _shardings[module] = self
 
     def _refuse_direct_gradients(self) -> None:
-        for sharded in self.params if not self.whole else ():
+        for sharded in self.params if not self.single_rank else ():
             if sharded.param.requires_grad and sharded.id not in self._refusing:
                 self._refusing.add(sharded.id)
                 refuse_direct_gradient(sharded.param, sharded.name, f"rank {self.rank} of {self.world}")
 
     def _gradient_buffer(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Where the gradient of this rank's part goes; None for a frozen parameter. Sums over several backwards are in 32
-        bits; a single gradient needs no more than PyTorch gives it.
-        """
-        if not param.requires_grad or self.whole:
+        """The buffer for the gradient of this rank's part; None for a frozen parameter."""
+        if not param.requires_grad or self.single_rank:
             return None
         return torch.zeros_like(param, dtype=self.sum_dtype(param), requires_grad=False)
 
     def sum_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """Of the parameter's gradient buffer."""
+        """The dtype of the gradient buffer: fp32 for 16-bit parameters with accumulation, else the parameter's own."""
         several = (self.config.gradient_accumulation_steps or 1) > 1
         return torch.float32 if param.dtype in HALF and several else param.dtype
 
@@ -201,37 +199,35 @@ class Sharding:
         return [s for s, trained in zip(self.params, self._trained, strict=True) if s.param.requires_grad != trained]
 
     def changed_trainable(self) -> list[str]:
-        """Parameters of which the runtime has not been told yet that they are frozen or trained."""
+        """The names of parameters whose ``requires_grad`` changed since the runtime was last told."""
         return [sharded.name for sharded in self._changed_trainable()]
 
     def update_trainable(self) -> list[str]:
-        """Parameters that were frozen and no longer are get a gradient buffer; those that are frozen now lose theirs. The
-        names of both. Every rank calls it, between steps; the ranks agree on it at the next forward.
+        """Tells the runtime which parameters are trained now: newly trained ones get a gradient buffer, newly frozen ones
+        lose it. Returns the names of both. Every rank calls it, between steps; the ranks compare at the next forward.
         """
         changed = self._changed_trainable()
         for sharded in changed:
             param = sharded.param
             if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"parameter '{sharded.name}' of dtype {param.dtype} requires a gradient")
-            if not self.whole:
+            if not self.single_rank:
                 self.runtime.set_grad_buffer(
                     sharded.id, self._gradient_buffer(param), reduce_dtype=self.config.reduce_dtype
                 )
             param.grad = None
-            sharded_modules.trains_otherwise(sharded)
+            sharded_modules.force_guard_check(sharded)
         if not changed:
             return []
         self._trained = [sharded.param.requires_grad for sharded in self.params]
         self._refuse_direct_gradients()
         if self._planner is not None:
-            self._planner.learn_facts()
+            self._planner.refresh_metadata()
         return [sharded.name for sharded in changed]
 
     def gather(self, sharded: ShardedParam, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole copy of the parameter, in ``dtype`` (the shard's own when None), of which the caller is the only owner.
-        Every rank calls it.
-        """
-        if self.whole:
+        """A new tensor with the whole parameter, in ``dtype`` (default: the shard's own). Every rank calls it."""
+        if self.single_rank:
             return sharded.param.detach().to(dtype or sharded.param.dtype, copy=True)
         with torch.no_grad(), self.runtime.outside_step():
             whole: torch.Tensor = torch.ops.dc.gather_shard(
@@ -244,11 +240,11 @@ class Sharding:
         return slice_of(whole, self.rank, self.world)
 
     def origin(self, sharded: ShardedParam) -> Origin:
-        """Of this rank's part."""
+        """The origin of this rank's part."""
         return Origin(f"parameter '{sharded.name}'", sharded.full_shape, self.rank, self.world)
 
     def end_backward(self) -> None:
-        """Leaf modules keep their parameters until here."""
+        """Releases the parameters of leaf modules, which are kept until the backward ends."""
         for sharded in self.params:
             if sharded.leaf and not sharded.persistent:
                 self.runtime.invalidate_gathered_param(sharded.id)
@@ -262,7 +258,7 @@ class Sharding:
 
 
 def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
-    """Where the model lives, or is going to be made: where its buffers are, or where the group's tensors would be."""
+    """The device of the model's parameters; if they have no data, that of its buffers, else the group's default device."""
     parameters, buffers = (
         sorted({tensor.device for tensor in tensors} - {torch.device("meta")}, key=str)
         for tensors in (model.parameters(), model.buffers())
@@ -296,8 +292,8 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 def update_trainable(model: nn.Module) -> list[str]:
-    """After ``requires_grad_`` of sharded parameters in the plain loop (an engine sees it by itself): tells the runtime what
-    is trained from now on. Every rank calls it, between steps. The names of the parameters that changed.
+    """To be called after ``requires_grad_`` of sharded parameters in the plain loop (an engine notices it): tells the
+    runtime which parameters are trained. Every rank calls it, between steps. Returns the names of those that changed.
     """
     return sharding_of(model).update_trainable()
 
@@ -307,6 +303,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def open_shardings() -> list[Sharding]:
-    """In the same order on all ranks."""
+    """All shardings that are not closed, in the same order on all ranks."""
     found = {sharding for sharding in _shardings.values() if sharding.runtime.is_open}
     return sorted(found, key=lambda sharding: sharding.graph_id)

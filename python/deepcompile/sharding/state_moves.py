@@ -1,4 +1,4 @@
-"""When an optimizer's states move between device and host: each visits the device for its update, or as a plan has it."""
+"""When an optimizer's states move between device and host: either all of them around each update, or as a plan decides."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from deepcompile import plan as planner
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What happens to states at one point, in this order, by the ids of their parameters."""
+    """The moves of states at one point, in this order, by the ids of their parameters."""
 
-    leave: tuple[int, ...] = ()  # start to
-    free: tuple[int, ...] = ()  # are gone from here on
-    fetch: tuple[int, ...] = ()  # start to return
+    offload: tuple[int, ...] = ()  # start D2H
+    free: tuple[int, ...] = ()  # free the device copy
+    reload: tuple[int, ...] = ()  # start H2D
 
     def __bool__(self) -> bool:
-        return bool(self.leave or self.free or self.fetch)
+        return bool(self.offload or self.free or self.reload)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """``updates``: the moves before each piece of the update, and those behind the last. ``on_host``: whose states are on
-    the host from update to update. ``moving``: who moves at all, here or in the graphs.
+    """``updates``: the moves before each piece of the update, and those after the last. ``on_host``: parameters whose states
+    are on the host from update to update. ``moving``: parameters whose states move at all, around the update or in graphs.
     """
 
     updates: tuple[Moves, ...]
@@ -32,8 +32,8 @@ class Schedule:
     planned: bool = False
 
 
-def everything(pieces: Sequence[tuple[int, ...]]) -> Schedule:
-    """Each piece arrives while the one before it is updated, and leaves while the one behind it is."""
+def offload_all(pieces: Sequence[tuple[int, ...]]) -> Schedule:
+    """Moves all states: each piece is reloaded while the piece before it is updated, and offloaded while the next one is."""
     count = len(pieces)
 
     def piece(index: int) -> tuple[int, ...]:
@@ -41,37 +41,41 @@ def everything(pieces: Sequence[tuple[int, ...]]) -> Schedule:
 
     updates = [Moves(piece(i - 1), piece(i - 2), (*(piece(0) if i == 0 else ()), *piece(i + 1))) for i in range(count)]
     updates.append(Moves(piece(count - 1), (*piece(count - 2), *piece(count - 1))))
-    home = tuple(i for own in pieces for i in own)
-    return Schedule(tuple(updates), home, frozenset(home))
+    ids = tuple(i for own in pieces for i in own)
+    return Schedule(tuple(updates), on_host=ids, moving=frozenset(ids))
 
 
 def placed_moves(planned: planner.Plan, ids: Sequence[int]) -> list[Moves]:
-    """What the plan does to the optimizer's states before each node, and behind the last. ``ids``: by which the runtime
-    knows the graph's parameters.
+    """The plan's moves of optimizer states before each node, and after the last. ``ids``: the runtime's id of each of the
+    graph's parameters.
     """
-    found: list[dict[str, list[int]]] = [{"leave": [], "free": [], "fetch": []} for _ in range(len(planned.graph) + 1)]
-    leaving: dict[int | None, list[int]] = {}  # by operation
+    found: list[dict[str, list[int]]] = [
+        {"offload": [], "free": [], "reload": []} for _ in range(len(planned.graph) + 1)
+    ]
+    leaving: dict[int | None, list[int]] = {}  # states whose offload has started, by its operation
     following = 0
-    for kind, node, operation, items in planned.instructions:  # only what computes has a node
+    for kind, node, operation, items in planned.instructions:  # (only compute instructions have a node)
         states = [ids[param] for item, param in items if item == "state"]
         if node is not None:
             following = node + 1
         elif kind == "offload":
             leaving[operation] = states
-            found[following]["leave"] += states
+            found[following]["offload"] += states
         elif kind == "reload":
-            found[following]["fetch"] += states
+            found[following]["reload"] += states
         elif kind == "wait":
             found[following]["free"] += leaving.pop(operation, [])
     return [Moves(**{name: tuple(ids) for name, ids in moves.items()}) for moves in found]
 
 
 def state_schedule(moves: Sequence[Moves], updates: Sequence[Moves]) -> Schedule:
-    """``moves``: of the whole step, in order; ``updates``: those of them that are around the update."""
+    """The schedule with these moves. ``moves``: all of the step, in order; ``updates``: the last of them, around the update.
+    A state whose first move is a reload is on the host when the step begins.
+    """
     first: dict[int, str] = {}
     for one in moves:
-        for name in ("leave", "fetch"):
+        for name in ("offload", "reload"):
             for state in getattr(one, name):
                 first.setdefault(state, name)
-    on_host = tuple(state for state, name in first.items() if name == "fetch")
+    on_host = tuple(state for state, name in first.items() if name == "reload")
     return Schedule(tuple(updates), on_host, frozenset(first), planned=True)

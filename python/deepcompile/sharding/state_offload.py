@@ -1,11 +1,11 @@
 """Keeps an optimizer's states in host memory while its update does not need them.
 
-The states are updated on the device, in pieces: while one piece is updated, the next arrives and the one before leaves.
-Which of them travel, and when, is one of two schedules. *All* of them: each visits the device for its update alone. Or as
-*planned*: those that the memory budget has no room for leave during the forward and return before the update, or stay on
-the host from update to update, whatever costs the least; the schedules of compiled graphs then start the moves.
+The states are updated on the device, in pieces: while one piece is updated, the next is reloaded and the one before is
+offloaded. There are two kinds of schedules. *All*: every state is on the device for its update only. *Planned*: only states
+for which the memory budget has no room move; they are offloaded during the forward and reloaded before the update, or stay
+on the host from update to update, whichever costs less. The schedules of compiled graphs start these moves.
 
-Whatever the schedule does, a state is on the device when it is updated: the runtime sees to it (``state_offload.h``).
+Whatever the schedule, the runtime ensures that a state is on the device when it is updated (``state_offload.h``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ import torch
 from deepcompile.config.config import Config
 from deepcompile.sharding import fused_adam
 from deepcompile.sharding.sharding import ShardedParam, Sharding
-from deepcompile.sharding.state_moves import Moves, Schedule, everything
+from deepcompile.sharding.state_moves import Moves, Schedule, offload_all
 
-#: States are updated in about so many pieces, three of which are on the device at once, unless that makes them smaller than
-#: what saturates the way to the host.
+#: The update runs in about so many pieces, three of which are on the device at once. A piece has at least the bytes that
+#: saturate the link to the host.
 _PIECES, _LEAST_PIECE = 16, 32 << 20
 
 
 def as_large(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The states of a parameter that have an element for each of its own. The number of steps is a number, also of a
-    parameter that is one.
-    """
+    """The states of the parameter's shape. (``step`` is left out by name: for a scalar parameter it has that shape, too.)"""
     return {
         slot: value
         for slot, value in state.items()
@@ -39,7 +37,7 @@ def as_large(param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.T
 
 
 def estimated_bytes(sharded: ShardedParam) -> int:
-    """Of a parameter's states: two of its size, as Adam has them."""
+    """Bytes of a parameter's states before they exist: two of its size, like Adam's."""
     return 2 * sharded.param.nbytes
 
 
@@ -55,23 +53,23 @@ class StateOffload:
         self._sharding = sharding
         self._states = sharding.runtime.states
         #: The planner decides, as long as it has a plan; otherwise all states move.
-        self.planned = config.compile.mode == "compile" and not sharding.whole and not config.offloads_all_states
+        self.planned = config.compile.mode == "compile" and not sharding.single_rank and not config.offloads_all_states
         self._members = sharding.by_parameter()
-        self._settles: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._follow(optimizer)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its states are those that move, also where an engine was given another optimizer."""
-        if optimizer not in self._settles:
-            self._settles.add(optimizer)
+        """Makes ``optimizer``, which may have replaced an earlier one, the optimizer whose states move."""
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
             optimizer.register_state_dict_pre_hook(lambda _: self._states.settle())
         self._optimizer = optimizer
-        #: What is updated together, in the order of the updates: the same on all ranks.
+        #: Parameters that are updated together, in the order of the updates: the same on all ranks.
         self.pieces = self._cut()
         self._learn(self._sharding.params)
 
     def _cut(self) -> list[list[ShardedParam]]:
-        """By nothing but the parameters: ranks plan by it, and each may have other hooks on its optimizer."""
+        """Cuts the update into pieces. Depends on the parameters only, so that all ranks get the same pieces."""
         trained = [
             self._members[param]
             for group in self._optimizer.param_groups
@@ -90,7 +88,7 @@ class StateOffload:
         return found
 
     def bytes_planned(self, sharded: ShardedParam) -> int:
-        """Of states of a parameter that are on the device unless a plan moves them, as far as they are known."""
+        """Bytes of the parameter's states that are on the device unless a plan moves them; estimated before they exist."""
         if not self.planned:
             return 0
         if sharded.param not in self._optimizer.state:
@@ -98,22 +96,22 @@ class StateOffload:
         return sum(state.nbytes for state in as_large(sharded.param, self._optimizer.state[sharded.param]).values())
 
     def start_forward(self, update_follows: bool) -> None:
-        """Of every micro-batch that trains."""
+        """Called before the forward of every micro-batch that trains. Reloads are allowed only in the last one."""
         self._states.allow_returns(update_follows)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first forward: states that came onto the device in another way, as from a checkpoint, leave it."""
+        """Called before the first forward of a step: offloads states that something else put on the device."""
         self._follow(optimizer)
         self.skip()
 
     def skip(self) -> None:
-        """In place of an update: who is on the host from update to update goes there."""
-        home = self.schedule().on_host
-        self._move(Moves(leave=home, free=home))
+        """Called in place of an update: offloads the states that are on the host between updates."""
+        on_host = self.schedule().on_host
+        self._move(Moves(offload=on_host, free=on_host))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()``, and what moves around it."""
-        self._follow(optimizer)  # it may have been loaded, or given other parameters, since the forward
+        """``optimizer.step()``, piece by piece, with the moves before and after each piece."""
+        self._follow(optimizer)  # its states or parameters may have been replaced since the forward
         self._states.allow_returns(True)
         updates = self.schedule().updates
         if not any(updates) or not _steps_in_pieces(optimizer):
@@ -126,22 +124,22 @@ class StateOffload:
         self._move(updates[-1])
 
     def _update(self, optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> None:
-        """Of the parameters that ``part`` has of each group."""
+        """Updates the parameters in ``part``, a list for each group."""
         updated = [self._members[param] for params in part for param in params if param in self._members]
         self._states.require([sharded.id for sharded in updated])
         with _only(optimizer, part):
             fused_adam.step(optimizer)
-        self._learn(updated)  # the first update makes them
+        self._learn(updated)  # the first update makes the states
 
     def _learn(self, params: Iterable[ShardedParam]) -> None:
-        """Tells the runtime which tensors the optimizer has for states now. Numbers stay where the optimizer has them."""
+        """Tells the runtime which tensors are the optimizer's states now. Scalar states never move."""
         for sharded in params:
             state = self._optimizer.state.get(sharded.param, {}) if sharded.param.dim() > 0 else {}
             self._states.set(sharded.id, list(as_large(sharded.param, state).values()), sharded.name)
 
     def _move(self, moves: Moves) -> None:
         if moves:
-            self._states.move(list(moves.leave), list(moves.free), list(moves.fetch))
+            self._states.move(list(moves.offload), list(moves.free), list(moves.reload))
 
     def schedule(self) -> Schedule:
         if self.planned:
@@ -149,7 +147,7 @@ class StateOffload:
             found: Schedule | None = step.plan.states if step is not None and step.plan is not None else None
             if found is not None and len(found.updates) == len(self.pieces) + 1:
                 return found
-        return everything([tuple(sharded.id for sharded in piece) for piece in self.pieces])
+        return offload_all([tuple(sharded.id for sharded in piece) for piece in self.pieces])
 
     def words(self) -> str:
         """For the engine's explanation."""
@@ -165,12 +163,14 @@ class StateOffload:
 
 
 def _steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
-    """PyTorch's own optimizers count steps for each parameter; others may count calls, and so may whoever looks at them."""
+    """True if several calls with parts of the parameters equal one call with all. PyTorch's own optimizers count steps for
+    each parameter; other optimizers, and hooks, may count calls.
+    """
     return type(optimizer).__module__.startswith("torch.optim.") and fused_adam.is_unobserved(optimizer)
 
 
 def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]) -> list[list[list[Any]]]:
-    """For each piece its parameters by group; those of no piece (which are frozen, or have no shards) go with the last."""
+    """For each piece its parameters by group. Parameters of no piece (frozen, or not sharded) are in the last one."""
     piece_of = {id(sharded.param): index for index, piece in enumerate(pieces) for sharded in piece}
     parts: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in pieces]
     for index, group in enumerate(optimizer.param_groups):
@@ -181,12 +181,12 @@ def _by_piece(optimizer: torch.optim.Optimizer, pieces: list[list[ShardedParam]]
 
 @contextlib.contextmanager
 def _only(optimizer: torch.optim.Optimizer, part: list[list[Any]]) -> Iterator[None]:
-    """The optimizer's groups have these parameters alone."""
-    everything_ = [group["params"] for group in optimizer.param_groups]
+    """Inside, the optimizer's groups contain only the parameters in ``part``."""
+    all_params = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, part, strict=True):
             group["params"] = params
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, everything_, strict=True):
+        for group, params in zip(optimizer.param_groups, all_params, strict=True):
             group["params"] = params

@@ -1,9 +1,9 @@
-"""Tensors that know that they are one rank's part of a whole, as ``state_dict()`` of a sharded model and of its optimizer
-gives them.
+"""A tensor subclass for one rank's part of a parameter or state, with its origin. ``state_dict()`` of a sharded model and of
+its optimizer contains them.
 
-They compute like any tensor, and what is computed from one (a copy, an average) knows it as well. But they cannot be
-pickled: a file with the parts of one rank looks like a model and is none. ``load_state_dict`` knows by them which flat
-tensors are this rank's own.
+They compute like any tensor, and results of their size (a copy, an average) keep the origin. They cannot be pickled, because
+a file with one rank's parts would look like a model without being one. ``load_state_dict`` accepts a flat tensor only if its
+origin says that it is this rank's own part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Origin:
         raise RuntimeError(f"{self.words()}, and cannot be pickled or written to a file. {ADVICE}")
 
     def same_part(self, other: Origin) -> bool:
-        """Whether both are the same elements of equally large wholes, be they of other models."""
+        """Whether both are the same elements of wholes of the same shape (possibly of different models)."""
         return (self.full_shape, self.rank, self.world) == (other.full_shape, other.rank, other.world)
 
 
@@ -54,20 +54,20 @@ class StateShard(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        origin = next(value.origin for value in given if isinstance(value, StateShard))
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        origin = next(value.origin for value in tensors if isinstance(value, StateShard))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
             if type(error) not in (IndexError, RuntimeError):
                 raise
-            # Mostly of a program that takes it for the whole parameter.
+            # Most likely the program used the part as if it were the whole parameter.
             raise type(error)(f"{error}. {origin.words()}, and flat. {ADVICE}") from error
 
         def marked(value: torch.Tensor) -> torch.Tensor:
-            # Not what was written to in place, nor a norm or a sum.
-            is_new = type(value) is torch.Tensor and not any(value is one for one in given)
+            # Leaves out arguments that were written in place, and scalars such as a norm.
+            is_new = type(value) is torch.Tensor and not any(value is one for one in tensors)
             return _mark(value, origin) if is_new and value.dim() > 0 else value
 
         return tree_map_only(torch.Tensor, marked, result)
@@ -103,6 +103,6 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def origin_of(value: Any) -> Origin | None:
-    """Of a state shard, a sharded parameter or its data. None of what is not a part: other values, and whole tensors."""
+    """The origin of a state shard, a sharded parameter or its ``data``. None for whole tensors and other values."""
     origin = getattr(value, "origin", None) if isinstance(value, torch.Tensor) else None
     return origin if isinstance(origin, Origin) else None

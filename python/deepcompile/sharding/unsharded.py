@@ -20,10 +20,10 @@ def _params_of(module: nn.Module, sharding: Sharding) -> list[ShardedParam]:
 
 @contextlib.contextmanager
 def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
-    """Inside the context, ``module`` and what is in it hold whole parameters, in the dtype of the shards, that can be read
+    """Inside the context, ``module`` and its submodules hold whole parameters, in the dtype of the shards, that can be read
     and changed in place (``nn.init.normal_(module.weight)``). At its end they are sharded again with the values that
-    ``modifier_rank`` holds; with None nothing is written back. Every rank enters it; nothing may be trained inside. Where
-    one rank raises inside, nothing is written back and the others hear of it at the end of the context.
+    ``modifier_rank`` holds; with None nothing is written back. Every rank enters it; nothing may be trained inside. If one
+    rank raises inside, nothing is written back and all other ranks raise at the end of the context.
     """
     sharding = sharding_of(module)
     if modifier_rank is not None and not 0 <= modifier_rank < sharding.world:
@@ -40,7 +40,7 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
                 classes[owner] = type(owner)
                 owner.__class__ = original_class(owner)
             owner._parameters[attribute] = whole[sharded.id]
-    # A module that holds one of these parameters may hold others that were not asked for: those must stay readable.
+    # A module that holds one of these parameters may hold others that are not in `module`: they must stay readable, too.
     gathered_too: list[tuple[ShardedParam, nn.Module, str]] = []
     for sharded in sharding.params:
         if sharded.id not in whole:
@@ -71,7 +71,7 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
     if problem:
         transfers.fail(problem)
         raise RuntimeError(problem)
-    # Before anything is written: a rank that has raised inside takes no part in what follows.
+    # Before anything is written: raises here if another rank raised inside, since that rank joins no collective below.
     transfers.meet("has left full_params")
     if modifier_rank is not None:
         with sharding.runtime.outside_step():
@@ -83,7 +83,7 @@ def full_params(module: nn.Module, *, modifier_rank: int | None = 0) -> Iterator
 def _problem(
     params: list[ShardedParam], whole: dict[int, nn.Parameter], replaced: list[tuple[nn.Module, str]], writes: bool
 ) -> str:
-    """What was done inside that cannot be sharded again; empty where all is well."""
+    """Why the parameters cannot be sharded again; empty if they can."""
     if replaced:
         owner, attribute = replaced[0]
         return f"'{attribute}' of {type(owner).__name__} was replaced inside full_params: change parameters in place"
@@ -105,7 +105,7 @@ def _problem(
 def _write_back(sharding: Sharding, sharded: ShardedParam, whole: torch.Tensor, source: int) -> None:
     own = sharding.transfers.scatter(whole.to(sharded.param.dtype), source, f"parameter '{sharded.name}'")
     with torch.no_grad():
-        sharded.param.copy_(own.view(sharded.param.shape))  # a new version: what is gathered is out of date
+        sharded.param.copy_(own.view(sharded.param.shape))  # increments the version, which makes gathered copies stale
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +116,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_dict_of_wholes(model: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each whole parameter what ``kept`` makes of it, so that no rank, or no device, has to hold all of them."""
+    """The state dict of the unsharded model, with ``kept(whole)`` in place of each parameter. Parameters are gathered one by
+    one, so if ``kept`` moves or drops them no device has to hold all of them.
+    """
     sharding = sharding_of(model)
     by_parameter = sharding.by_parameter()
     wholes: dict[int, torch.Tensor] = {}
@@ -134,8 +136,8 @@ def state_dict_of_wholes(model: nn.Module, kept: Callable[[torch.Tensor], torch.
 
 @contextlib.contextmanager
 def whole_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Inside, ``state_dict()`` of ``model``, which may be sharded or hold sharded models, gives whole parameters. Every rank
-    enters it and calls the same.
+    """Inside, ``state_dict()`` of ``model``, which may be sharded or contain sharded models, returns whole parameters. Every
+    rank enters it and makes the same calls.
     """
     shardings = {sharding_of(module): None for module in model.modules() if is_sharded(module)}
     members = {sharded.param: (sharding, sharded) for sharding in shardings for sharded in sharding.params}

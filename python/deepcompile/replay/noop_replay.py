@@ -12,8 +12,10 @@ from deepcompile.replay.recorded_ops import RecordedOps
 from deepcompile.sharding.sharding import Sharding
 
 
-class IdleGraph(CompiledGraph):
-    """Of one rank, which holds whole parameters: there is nothing to gather, so nothing to plan. The same program runs."""
+class NoopReplay(CompiledGraph):
+    """A compiled graph that does nothing. A single rank holds whole parameters, so there is nothing to gather or plan; the
+    program runs unchanged.
+    """
 
     def __init__(self, sharding: Sharding, ops: RecordedOps) -> None:
         self._sharding, self._seconds = sharding, ops.tail
@@ -35,10 +37,10 @@ class IdleGraph(CompiledGraph):
     def one_line(self) -> str:
         return "deepcompile: one rank holds whole parameters; there is nothing to replay"
 
-    def _nothing(self, path: str | os.PathLike[str]) -> None:
+    def _refuse(self, path: str | os.PathLike[str]) -> None:
         raise RuntimeError("one rank gathers nothing: there is no plan to trace or save")
 
-    trace = save = _nothing
+    trace = save = _refuse
 
     def activate(self) -> None:
         pass
