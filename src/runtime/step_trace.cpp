@@ -34,7 +34,7 @@ class DeviceTime {
 
 namespace {
 
-// A trace that no reader stops must not grow for ever.
+// Limits the log if a reader is never stopped.
 constexpr std::size_t kMostEntries = std::size_t{1} << 20;
 
 bool isOfTheProgram(TraceEntry::Kind kind) {
@@ -51,8 +51,8 @@ std::int64_t StepTrace::now() {
       .count();
 }
 
-// The host may be kept from looking at its clock when the device has passed the moment: of a few tries the quickest
-// counts.
+// Matches the two clocks. The host thread may be descheduled between the event and its look at the clock, so of a few
+// tries the quickest counts.
 StepTrace::Moment StepTrace::matchedClocks() const {
   Moment matched;
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
