@@ -65,7 +65,7 @@ std::vector<std::string> lines(const std::string& text) {
   return all;
 }
 
-// The text that most ranks gave; of equally frequent ones that of the lowest rank.
+// The text of most ranks; on a tie the lowest rank's.
 const std::string& mostCommon(const std::vector<std::string>& texts) {
   const std::string* best = &texts[0];
   std::ptrdiff_t most = 0;
@@ -79,7 +79,7 @@ const std::string& mostCommon(const std::vector<std::string>& texts) {
   return *best;
 }
 
-// For every rank that differs, the first line in which it does.
+// For every rank that differs from the majority, the first line that differs.
 std::string accountOfDifferences(const std::vector<std::string>& texts) {
   const std::string& common = mostCommon(texts);
   const auto common_rank = std::find(texts.begin(), texts.end(), common) - texts.begin();
@@ -102,21 +102,21 @@ std::string accountOfDifferences(const std::vector<std::string>& texts) {
 }
 
 // Each rank's slice of each whole (ZeRO-1, 2) parameter, checked to be disjoint and to cover it.
-void learnOwners(Communicator& comm, DSParamRegistry& registry, const std::vector<std::int64_t>& whole) {
+void learnOwners(Communicator& comm, DSParamRegistry& registry, const std::vector<std::int64_t>& replicated) {
   std::vector<Slice> mine;
-  for (const std::int64_t id : whole) {
+  for (const std::int64_t id : replicated) {
     const DSParam& param = registry.getParam(id);
     const std::int64_t numel = param.getGradBuffer().defined() ? param.getGradBuffer().numel() : 0;
     mine.push_back({param.getOffset(), param.getOffset() + numel});
   }
   const auto all = comm.exchange(std::string(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(Slice)));
-  for (std::size_t i = 0; i < whole.size(); ++i) {
-    DSParam& param = registry.getParam(whole[i]);
+  for (std::size_t i = 0; i < replicated.size(); ++i) {
+    DSParam& param = registry.getParam(replicated[i]);
     std::vector<Slice> owners(all.size());
     for (std::size_t r = 0; r < all.size(); ++r) {
       std::memcpy(&owners[r], all[r].data() + i * sizeof(Slice), sizeof(Slice));
       if (owners[r].size() == 0) {
-        owners[r] = {0, 0};  // where nothing is owned does not matter
+        owners[r] = {0, 0};  // the offset of an empty slice does not matter
       }
     }
     std::vector<std::size_t> by_begin(owners.size());
@@ -156,15 +156,15 @@ void agreeOnRegistration(Communicator& comm, DSParamRegistry& registry,
   if (std::any_of(hashes.begin(), hashes.end(), [&](const std::string& other) { return other != hashes[0]; })) {
     fail("the ranks have registered different parameters or graphs:", accountOfDifferences(comm.exchangeAny(mine)));
   }
-  std::vector<std::int64_t> whole;
+  std::vector<std::int64_t> replicated;
   for (const std::int64_t id : registry.getIds()) {
     if (!registry.getParam(id).isPartitioned()) {
-      whole.push_back(id);
+      replicated.push_back(id);
     }
   }
-  if (!whole.empty()) {
-    std::sort(whole.begin(), whole.end());
-    learnOwners(comm, registry, whole);
+  if (!replicated.empty()) {
+    std::sort(replicated.begin(), replicated.end());
+    learnOwners(comm, registry, replicated);
   }
 }
 

@@ -1,4 +1,4 @@
-// Work for streams that handles tensors.
+// Runs work that uses tensors on streams.
 #pragma once
 
 #include <concepts>
@@ -12,7 +12,7 @@
 
 namespace dc {
 
-// `work` below autograd. What it throws is reported as "<what()> failed: ...".
+// Wraps `work` to run below autograd, and to turn exceptions into "<what()> failed: ...".
 template <std::invocable What, typename Work>
 Stream::Work detached(What what, Work work) {
   return [what = std::move(what), work = std::move(work)] {
@@ -33,7 +33,7 @@ void runDetached(Stream& stream, What what, Work work) {
   stream.run(detached(std::move(what), std::move(work)));
 }
 
-// For collectives: see Stream::runWatched.
+// The same for collectives, which have a deadline: see Stream::runWatched.
 template <std::invocable What, typename Work>
 void runCollective(Stream& stream, What what, Work work) {
   Stream::Work wrapped = detached(what, std::move(work));

@@ -95,8 +95,8 @@ BufferPool::Dropped BufferPool::dropIdle(std::int64_t bytes) {
   return keep_ == Keep::ForGood ? Dropped() : drop(bytes);
 }
 
-// Largest first: few frees, and what is left is what small parameters can use. Memory that work in flight may still
-// write to stays: the allocator knows nothing of our events.
+// Largest first: few frees, and small buffers stay for small parameters. Buffers that work in flight may still write to
+// are kept, because the allocator does not know our events.
 BufferPool::Dropped BufferPool::drop(std::int64_t bytes) {
   Dropped dropped;
   for (auto size = idle_.rbegin(); size != idle_.rend() && bytes > 0; ++size) {

@@ -1,8 +1,8 @@
-// Memory for gathered parameters: taken, given back and used again, without going to the allocator each time.
+// Memory for gathered parameters: a cache of freed buffers in front of the allocator.
 //
-// The pool never holds more than the most that was in use at once (or the limit, where that is larger): before it asks
-// the allocator for more it gives back what lies idle. Only memory that work in flight may still write to is kept
-// beyond that. The limit starts at an amount that no one misses.
+// The pool never holds more than the peak in use at once (or the limit, if that is larger): before it allocates more it
+// frees idle buffers. Only buffers that work in flight may still write to are kept beyond that. The initial limit is
+// small.
 #pragma once
 
 #include <cstdint>
@@ -23,31 +23,31 @@ struct Buffer {
   c10::DataPtr memory;
   std::int64_t bytes = 0;
   Event free_after;
-  std::int64_t stream = 0;  // of the caller who took it (currentStream); what reads it is in its order
+  std::int64_t stream = 0;  // on which the caller took it (currentStream); its readers are ordered on that stream
 };
 
 class BufferPool {
  public:
-  // ForGood: what the pool has taken it keeps until trim(), whatever else it is told. For memory that is dear to make.
+  // ForGood: the pool frees nothing before trim(). For memory that is slow to allocate.
   enum class Keep { AsLongAsUseful, ForGood };
 
   explicit BufferPool(c10::Allocator* allocator, Keep keep = Keep::AsLongAsUseful)
       : allocator_(allocator), keep_(keep) {}
 
-  // At least `bytes` bytes. The caller orders its use after `free_after`. Only buffers of the same size are used again:
-  // layers repeat their sizes. And only on the same stream: on another one their last readers may not have ended.
+  // At least `bytes` bytes. The caller orders its use after `free_after`. Reuses only buffers of the same size (layers
+  // repeat their sizes) and of the same stream (on another stream the last readers may not have ended).
   Buffer take(std::int64_t bytes, std::int64_t stream = 0);
   void give(Buffer buffer);
 
   // Bytes that may be held, in use and idle together, even where less was ever in use at once.
   void setLimit(std::int64_t bytes);
   static constexpr std::int64_t kInitialLimit = 16 << 20;
-  // Gives the idle memory back to the allocator, except where work is in flight on it.
+  // Frees idle buffers, except those with work in flight.
   void trim();
-  // What was in use at once until now counts no more: the pool holds no more than will be from now on.
+  // Forgets the peak in use: from now on the pool holds no more than the peak from here on.
   void forgetMost();
-  // No more than `bytes` lie idle; what nobody uses beyond that goes back to the allocator at once, for whatever else
-  // needs some meanwhile. kAll: as many as the pool may hold.
+  // Limits idle memory; memory above the limit is freed at once, so that other allocations can use it. kAll: no limit
+  // besides the pool's own.
   void limitIdle(std::int64_t bytes);
   static constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
@@ -59,11 +59,11 @@ class BufferPool {
   void resetCounts();
 
  private:
-  // Memory goes back to the allocator when the lock is free again: an allocator may want Python's, whose holder may
-  // want this one. So what drops idle buffers hands them on.
+  // Buffers are freed after the lock is released: an allocator may take the GIL, whose holder may wait for this lock.
+  // So functions that remove idle buffers return them to their callers.
   using Dropped = std::vector<Buffer>;
   Dropped makeRoom(std::int64_t bytes);
-  // Takes an idle one out of the list of its size; nothing where there is none.
+  // An idle buffer of this size, if there is one.
   std::optional<Buffer> reuse(std::int64_t bytes, std::int64_t stream);
   Dropped dropIdle(std::int64_t bytes);
   Dropped drop(std::int64_t bytes);
@@ -75,7 +75,7 @@ class BufferPool {
   std::map<std::int64_t, std::vector<Buffer>> idle_;  // by size
   std::int64_t live_ = 0;
   std::int64_t idle_bytes_ = 0;
-  std::int64_t most_live_ = 0;  // over the pool's whole life: what it may hold
+  std::int64_t most_live_ = 0;  // since the start or forgetMost(): the most that the pool may hold
   std::int64_t peak_ = 0;
   std::int64_t limit_ = kInitialLimit;
   std::int64_t most_idle_ = kAll;

@@ -1,4 +1,4 @@
-// What a runtime can be told. The defaults here are the documented ones (docs/runtime.md).
+// A runtime's configuration. The defaults here are the documented ones (docs/runtime.md).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Config {
   bool double_buffer = true;
   // Elements above which free_tensors frees an activation.
   std::int64_t free_activation_threshold = 10'000'000;
-  // Wait for everything in flight before or after each operation: to find out which one is at fault.
+  // Wait for all work in flight before or after each operation, to find the one at fault.
   bool sync_before_reduce = false;
   bool sync_after_reduce = false;
   bool sync_before_allgather = false;
@@ -24,7 +24,7 @@ struct Config {
   // Seconds that any wait may take. Until the first step has ended it is kFirstStepFactor times as long, because ranks
   // compile at different speed.
   double timeout = 300;
-  // Bytes of host memory that offloaded tensors and parameters may take at once; 0: as many as there are.
+  // Bytes of host memory that offloaded tensors and parameters may take at once; 0: no limit.
   std::int64_t offload_limit = 0;
   // Detect reads of gathered parameters before their wait or after their release, and unmatched reductions.
   bool debug = false;

@@ -1,4 +1,4 @@
-// What the parts of one runtime share: configuration, place among the ranks, counters, lock, deadlines.
+// What the parts of one runtime share: configuration, rank, counters, lock, deadlines.
 #pragma once
 
 #include <atomic>
@@ -38,20 +38,20 @@ class Context {
   // Guards the registry and the executors: a backward runs on threads of its own. Asynchronous work never takes it.
   std::mutex mutex;
 
-  // True where work is ordered on a device and the host does not wait for it. Set before anything runs.
+  // True if work is ordered on a device's streams and the host does not wait for it. Set before anything runs.
   bool device_order = false;
 
-  // Small parameters of a held step are gathered together at its first gather and stay to its end. The same on all
-  // ranks; set between steps.
+  // Small parameters of a step with holdShards are gathered together at its first gather and stay to its end. The same
+  // on all ranks; set between steps.
   bool small_together = false;
 
   // While true, reductions and frees are skipped.
   std::atomic<bool> profiling{false};
   // Set when the first step has ended.
   std::atomic<bool> warm{false};
-  // True while waits belong to no step: whole parameters are being read or written back.
+  // True while waits do not count as the first step's: sharding, or reading and writing back whole parameters.
   std::atomic<bool> outside_step{false};
-  // Tells the communicators that timeout() is another now. Set before anything runs, empty once the runtime is closed.
+  // Called when timeout() has changed, to tell the communicators. Set before anything runs, empty once closed.
   std::function<void()> timeout_changed;
 
   static inline std::atomic<std::uint64_t> next_generation{1};
@@ -59,14 +59,14 @@ class Context {
   double timeout() const { return config.timeout * (warm || outside_step ? 1.0 : Config::kFirstStepFactor); }
   Deadline deadline() const { return deadlineAfter(Seconds(timeout())); }
 
-  // With the mutex.
+  // Called with the mutex held.
   void endFirstStep() {
     if (!warm.exchange(true) && timeout_changed) {
       timeout_changed();
     }
   }
 
-  // The caller was kept from its own work since `began` (StepTrace::now).
+  // Counts a wait that has blocked the caller since `began` (StepTrace::now).
   void countWait(std::int64_t began) {
     stats.waits.fetch_add(1, std::memory_order_relaxed);
     stats.wait_nanoseconds.fetch_add(StepTrace::now() - began, std::memory_order_relaxed);
@@ -78,7 +78,7 @@ class Context {
       return;
     }
     const std::int64_t began = StepTrace::now();
-    // The operation's own deadline is to come first, because it can say more.
+    // Later than the operation's own deadline, whose error says more.
     event.wait(deadline() + std::chrono::seconds(10));
     countWait(began);
   }

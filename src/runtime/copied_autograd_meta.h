@@ -1,4 +1,4 @@
-// What autograd knows of a tensor, taken over so that a class of ours can stand in its place.
+// Autograd metadata of a tensor, moved into a subclass of ours.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 namespace dc {
 
 struct CopiedAutogradMeta : torch::autograd::AutogradMeta {
-  // `before` may be null, and is not to be used again. Not for views, whose metadata are of another class.
+  // `from` may be null; it must not be used again. Not for views, whose metadata have another class.
   explicit CopiedAutogradMeta(AutogradMeta* from) {
     if (from == nullptr) {
       return;

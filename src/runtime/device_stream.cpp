@@ -19,7 +19,8 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
-// Making an event costs more than recording one, so they are used again. Outlives the streams through the events.
+// Creating an event costs more than recording one, so events are reused. The events keep the pool alive, which may
+// outlive the streams.
 class EventPool {
  public:
   explicit EventPool(at::Device device) : device_(device), guard_(device.type()) {}
@@ -31,7 +32,7 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  // Null where there is none: recording makes it.
+  // Null if there is none; recording then creates one.
   void* take() {
     const std::lock_guard lock(mutex_);
     if (idle_.empty()) {
@@ -58,7 +59,7 @@ class EventPool {
 
 class DeviceEvent final : public EventState {
  public:
-  // Marks what `stream` was given until now. `error` is what its work threw, if it did.
+  // Marks the work that `stream` was given until now. `error`: what that work threw, if anything.
   DeviceEvent(std::shared_ptr<EventPool> pool, const c10::Stream& stream, std::exception_ptr error)
       : pool_(std::move(pool)), handle_(pool_->take()), stream_(stream), error_(std::move(error)) {
     pool_->guard().record(&handle_, stream, pool_->device().index(), c10::EventFlag::PYTORCH_DEFAULT);
@@ -69,7 +70,7 @@ class DeviceEvent final : public EventState {
 
   bool passed() const override { return pool_->guard().queryEvent(handle_); }
 
-  // The deadline is the watchdog's concern: nobody waits here.
+  // The host does not block, so there is no deadline here; the watchdog enforces it.
   void wait(Deadline) const override {
     if (error_ != nullptr) {
       std::rethrow_exception(error_);
@@ -165,7 +166,7 @@ class DeviceStream final : public Stream {
     }
     const c10::Stream caller = pool_->guard().getStream(pool_->device());
     if (caller != stream_) {
-      // Waiting takes the event as it is now, so one event serves again and again.
+      // A wait refers to the event's last record at the time of the call, so one event can be recorded repeatedly.
       pool_->guard().record(&caller_mark_, caller, pool_->device().index(), c10::EventFlag::PYTORCH_DEFAULT);
       pool_->guard().block(caller_mark_, stream_);
     }

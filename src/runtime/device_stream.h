@@ -1,8 +1,8 @@
 // Streams and events of an accelerator, through the interface that PyTorch has for all of them: no CUDA header is
 // needed, so these compile everywhere.
 //
-// The host never blocks: run() enqueues at once, waits are dependencies between streams. What a piece of work captures
-// is kept until the device has done it and is let go in a later call on the same stream, so memory needs no
+// The host never blocks: run() enqueues at once, and waits are dependencies between streams. What a piece of work
+// captures is kept until the device has done it, and is freed by a later call on the same stream. So memory needs no
 // record_stream.
 #pragma once
 
@@ -17,13 +17,13 @@
 
 namespace dc {
 
-// A stream of its own. `watchdog` (may be null) sees that watched work ends.
+// A new stream of the device. `watchdog` (may be null) enforces the deadlines of runWatched.
 std::shared_ptr<Stream> makeDeviceStream(at::Device device, std::string name, std::shared_ptr<Watchdog> watchdog);
 
-// Which stream of `device` is current for the caller: a number that is the same for the same stream. 0 on CPU.
+// A number that identifies the caller's current stream of `device`. 0 on CPU.
 std::int64_t currentStream(at::Device device);
 
-// Whatever stream is current for the caller.
+// A stream object for whatever stream is current when it is used.
 std::shared_ptr<Stream> makeCallerStream(at::Device device);
 
 }  // namespace dc

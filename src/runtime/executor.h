@@ -37,11 +37,10 @@ class CustomOpExecutor {
 
   virtual void startForward() {}
   virtual void endForward() {}
-  // No rank changes a shard from here until the backward before an update ends: they may be read where they lie. Called
-  // by all ranks, before each forward of which that is known.
-  // `hold` false: that ends here.
+  // The program's promise that no rank changes a shard from here until the backward before an update ends, so that
+  // shards may be read in place. All ranks call it, in each forward for which it holds. `hold` false ends the promise.
   virtual void holdShards(bool hold) {}
-  // Orders changes of shards after all that was read of them in place. All ranks call it.
+  // Returns when all ranks have finished their reads in place; then shards may change. All ranks call it.
   virtual void endReads() {}
   // `update` says that an optimizer step follows this backward.
   virtual void startBackward(bool update) { reducer_.begin(update); }
@@ -50,8 +49,8 @@ class CustomOpExecutor {
   virtual at::Tensor reduceGrad(at::Tensor grad_tensor, std::int64_t ds_id) {
     return reducer_.take(std::move(grad_tensor), ds_id, memory_);
   }
-  // reduceGrad for a gradient whose memory may be the caller's no more: it need not be copied, and lives until it is
-  // reduced.
+  // reduceGrad with a choice of who owns the gradient's memory: if it is donated it need not be copied, and lives until
+  // it is reduced.
   at::Tensor reduceGradIn(at::Tensor grad_tensor, std::int64_t ds_id, GradientMemory memory) {
     memory_ = memory;
     const auto end = c10::make_scope_exit([this] { memory_ = GradientMemory::Borrowed; });
@@ -61,7 +60,7 @@ class CustomOpExecutor {
   GradientReducer& reducer() { return reducer_; }
   bool hasParam(std::int64_t ds_id) const { return members_->contains(ds_id); }
   const std::vector<std::int64_t>& getIds() const { return ds_ids_; }
-  // "ZeRO-3" and so on: what the ranks must agree on.
+  // "ZeRO-3" and so on; must be the same on all ranks.
   virtual const char* stageName() const { return "an executor of its own"; }
   const std::shared_ptr<Context>& context() const { return context_; }
 
@@ -72,7 +71,7 @@ class CustomOpExecutor {
   // True for stages that flush by reduceToOwners, or otherwise send each task's getSendBuf() and not the bucket: then
   // gradients may stay where they lie instead of being copied into the bucket.
   virtual bool sendsTasksOneByOne() const { return false; }
-  // The caller is ordered after all reductions of a backward that had left them running.
+  // Called when pending reductions have been settled: the caller is ordered after them.
   virtual void reductionsSettled() {}
 
   void flushAllReduceBuckets() { reducer_.flushAll(); }
@@ -103,7 +102,7 @@ class CustomOpExecutor {
   GradientMemory memory_ = GradientMemory::Borrowed;  // of the gradient that reduceGrad is called with
 
  protected:
-  // The reducer's.
+  // References to the reducer's members, for subclasses.
   std::map<at::ScalarType, std::vector<ReduceTask>>& reduce_tasks_;
   IdSet& has_acc_grad_;
   const bool& param_updated_;

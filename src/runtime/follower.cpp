@@ -7,7 +7,7 @@
 namespace dc {
 namespace {
 
-// Divergences that nobody takes must not grow for ever.
+// Limits the stored divergences if the program never reads them.
 constexpr std::size_t kMostPending = 64;
 
 bool contains(const std::vector<CopyKey>& keys, const CopyKey& key) {
@@ -54,7 +54,7 @@ void ScheduleFollower::begin(std::unordered_set<std::int64_t> current) {
   live_.clear();
   left_ = false;
   in_cycle_ = true;
-  // The one that was right most often; all ranks have counted the same.
+  // The schedule that was followed to its end most often; the counts are the same on all ranks.
   current_ = static_cast<std::size_t>(std::max_element(followed_to_the_end_.begin(), followed_to_the_end_.end()) -
                                       followed_to_the_end_.begin());
   cursor_ = 0;
@@ -168,7 +168,7 @@ void ScheduleFollower::startLate(std::size_t from, Step& step) {
   }
 }
 
-// The read at the cursor is the one that came.
+// The event is the one at the cursor.
 void ScheduleFollower::serve(Step& step) {
   const ScheduledEvent& read = schedules_[current_][cursor_];
   for (const auto& launch : read.gathers) {

@@ -1,15 +1,15 @@
-// Follows the schedule of a step while the program runs, and says at each event what is to be done there: which gathers
-// to start, and whether the copy stays for a later read.
+// Follows the schedule of a step while the program runs, and returns at each event what to do there: which gathers to
+// start, and whether the copy stays for a later read.
 //
 // There may be several schedules, one for each order in which the program's events came. All ranks follow the same
-// schedules from the same point, so what they start is the same as long as their programs do the same. Where an event
-// is not the expected one the rank asks all others (`Agree`) before it does anything else: either all of them came to
-// the same event at the same place, or that is an error. So a rank never starts a gather that others do not. After an
-// agreed difference the cursor goes to another schedule that fits what came so far; else to the place where this
-// schedule has the same event (those between were skipped); else it stays (an additional event). What was not started
-// ahead is gathered on demand by its reader.
+// schedules from the same point, so they start the same gathers as long as their programs do the same. At an unexpected
+// event the rank asks all other ranks (`Agree`) before it does anything else: either all came to the same event at the
+// same place, or that is an error. So a rank never starts a gather that others do not. After an agreed difference the
+// cursor moves to another schedule that fits the events so far; else to the place where this schedule has the same
+// event (the events between were skipped); else it stays (an additional event). Copies that no gather was started for
+// are gathered on demand by their reader.
 //
-// Not synchronized: the runtime's lock guards it. Knows no tensor; the executor does what it says.
+// Not synchronized: the runtime's lock guards it. It handles no tensors; the executor carries out the result.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +26,13 @@ namespace dc {
 
 class ScheduleFollower {
  public:
-  // Every rank calls it with what differed, by name. Throws unless all came with the same.
+  // A collective: every rank calls it with its difference in words. Throws unless all are the same.
   using Agree = std::function<void(const std::string& difference)>;
   using NameOf = std::function<std::string(std::int64_t id)>;
 
   // What the executor is to do before it serves an event.
   struct Step {
-    bool followed = false;  // false: not a matter of the schedule
+    bool followed = false;  // false: the schedule does not cover this event
     bool keep = false;
     std::vector<CopyKey> drop;  // copies that no later event reads
     std::vector<std::vector<CopyKey>> gathers;
@@ -43,8 +43,8 @@ class ScheduleFollower {
     std::vector<ProgramEvent> events;  // all of the cycle
   };
 
-  // `leaves`: parameters that ranks may read or not, as they route; only their Group is followed. `persistent`: stay
-  // from update to update; only the first read after an update is followed.
+  // `leaves`: parameters of leaf modules, which ranks may read or not as they route; only their Group is followed.
+  // `persistent`: parameters that stay from update to update; only their first read after an update is followed.
   ScheduleFollower(std::vector<StepSchedule> schedules, std::unordered_set<std::int64_t> leaves,
                    std::unordered_set<std::int64_t> persistent, Agree agree, NameOf name_of);
 
@@ -56,9 +56,9 @@ class ScheduleFollower {
   bool inCycle() const { return in_cycle_; }
   void begin(std::unordered_set<std::int64_t> current);
   Step next(const ProgramEvent& event);
-  // The cycle is over; what to drop.
+  // Ends the cycle; returns the copies to drop. All ranks call it.
   std::vector<CopyKey> end();
-  // It was given up; what to drop. Agrees on nothing.
+  // Gives the cycle up, without asking the other ranks; returns the copies to drop.
   std::vector<CopyKey> abandon();
 
   std::int64_t cycles() const { return cycles_; }            // that ended
@@ -69,23 +69,23 @@ class ScheduleFollower {
 
  private:
   bool follows(const ProgramEvent& event) const;
-  // The first place from `from` on that is to be followed in this cycle.
+  // The first place from `from` on whose event is followed in this cycle.
   std::size_t following(const StepSchedule& schedule, std::size_t from) const;
-  // The place behind what was read so far, when the schedule begins with it; its length + 1 otherwise.
+  // The place after the events so far, if the schedule begins with them; its length + 1 otherwise.
   std::size_t placeAfterHistory(const StepSchedule& schedule) const;
-  // True when it found a schedule that begins with all that was read (`whole`: is that and nothing more).
+  // Switches to a schedule that begins with the events so far (`whole`: and has no further events). False if none does.
   bool switchSchedule(bool whole);
   void noteDivergence(std::string difference);
   std::string describe(const ProgramEvent& event) const;
   std::string differenceAt(const std::string& found) const;
-  // True of parameters whose copies no schedule gives up within a step.
+  // True for parameters whose copies stay for the whole step, whatever the schedule.
   bool stays(std::int64_t id) const { return leaves_.count(id) > 0 || persistent_.count(id) > 0; }
-  // Where `key` is read next from `from` on; the schedule's length when it is not.
+  // The place from `from` on at which `key` is read next; the schedule's length if it is not.
   std::size_t nextRead(const CopyKey& key, std::size_t from) const;
   bool gatheredBetween(const CopyKey& key, std::size_t from, std::size_t to) const;
-  // Removes from what is there all that the schedule does not read from the cursor on without gathering it anew.
+  // Removes the copies that the schedule, from the cursor on, does not read before it gathers them again.
   std::vector<CopyKey> dropUnneeded();
-  // Starts what the schedule starts between `from` and the cursor, as far as it is read from the cursor on.
+  // Adds the gathers that the schedule has between `from` and the cursor, if their copies are read from the cursor on.
   void startLate(std::size_t from, Step& step);
   void serve(Step& step);
   std::vector<CopyKey> forgetAll();
@@ -103,7 +103,7 @@ class ScheduleFollower {
   bool left_ = false;                         // this cycle has left every schedule
   std::unordered_set<std::int64_t> settled_;  // persistent parameters that need no gather any more
   std::vector<ProgramEvent> history_;
-  std::vector<CopyKey> live_;  // copies that are there by the schedule
+  std::vector<CopyKey> live_;  // copies that exist according to the schedule
   std::vector<Divergence> diverged_;
   std::int64_t cycles_ = 0;
   std::int64_t divergences_ = 0;

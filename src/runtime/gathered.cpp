@@ -28,16 +28,16 @@ std::uint64_t checksum(const Buffer& buffer) {
   return sum;
 }
 
-// Lives in the context of the storage's data pointer, with and without memory.
+// The context of the storage's data pointer, before and after the release.
 struct Owner {
   GatherKey key;
   std::shared_ptr<BufferPool> pool;  // null: the memory is not the pool's
   std::optional<Buffer> buffer;
-  // What to say to a writer; null: it may write.
+  // The error for writers; null: writing is allowed.
   std::shared_ptr<const std::string> read_only;
   Writing writing = Writing::Forbidden;
   std::shared_ptr<LateError> late;
-  std::optional<std::uint64_t> as_it_was;  // checksum from when someone asked for writable memory
+  std::optional<std::uint64_t> as_it_was;  // checksum of the memory when a writable pointer was first requested
   std::shared_ptr<StepTrace> trace;
 
   void reportChange() {
@@ -139,7 +139,7 @@ void guardWriting(const at::Tensor& gathered, Writing writing, std::shared_ptr<c
     return;
   }
   if (writing == Writing::Noticed && !gathered.device().is_cpu()) {
-    return;  // noticing takes a look at the memory, which the host does not have
+    return;  // detecting a change needs a checksum, and the host cannot read the device's memory
   }
   owner->reportChange();
   owner->read_only = std::move(message);

@@ -46,7 +46,7 @@ void GradientOrder::placeEnds() {
         end = std::max(end.value_or(0), found->second);
       }
     }
-    // The last one is left to the end of the backward, which knows whether gradients came beyond the expected ones.
+    // The last bucket is flushed at the end of the backward, when it is known whether this rank has surplus gradients.
     if (end && *end + 1 < order_->expected().size()) {
       ends_.insert(*end);
     }

@@ -14,11 +14,11 @@
 
 namespace dc {
 
-// Which gradients are reduced together, each list as soon as its last gradient is there; what no list holds goes by the
-// bucket size.
+// Which gradients are reduced together: those of each list as soon as its last one has come; all others by the bucket
+// size.
 struct PlannedReductions {
   std::vector<std::vector<std::int64_t>> buckets = {};
-  std::size_t in_flight = 2;  // reductions that hold gradients at once, at most: a further one waits for the oldest
+  std::size_t in_flight = 2;  // most reductions that hold gradients at once; for a further one the caller waits
   std::int64_t largest = 0;   // elements of a bucket
 };
 
@@ -30,7 +30,7 @@ class GradientOrder {
   bool learned() const { return learned_; }
   // What all ranks adopt from the next backward on.
   void learn(std::vector<std::int64_t> order);
-  // What is trainable has changed.
+  // Called when the set of trainable parameters has changed.
   void forget();
   ReductionOrder& arrivals() { return *order_; }
   const ReductionOrder& arrivals() const { return *order_; }

@@ -22,7 +22,7 @@ GradientReducer::GradientReducer(Parts parts, Stage stage)
 
 GradientReducer::~GradientReducer() { parts_.buckets->forget(this); }
 
-// Whatever a backward left behind that never ended is dropped; what was accumulated before it stays.
+// Drops the state of a backward that never ended. What was accumulated before it stays.
 void GradientReducer::abandon() {
   if (!open()) {
     return;
@@ -57,7 +57,7 @@ void GradientReducer::placeGradients() {
 
 void GradientReducer::noteAutogradTask(std::int64_t task) {
   if (open() && backward_.begun_by_gradient && task != backward_.autograd_task) {
-    abandon();  // the backward that it began with ended in an error
+    abandon();  // the backward of the earlier autograd run ended in an error
   }
   backward_.autograd_task = task;
 }
@@ -107,7 +107,7 @@ void GradientReducer::checkGradient(const DSParam& param, const at::Tensor& grad
   });
 }
 
-// It is never read, so one serves all gradients of a dtype, which are on one device.
+// The empty tensor is never read, so one is shared by all gradients of a dtype (which are all on one device).
 const at::Tensor& GradientReducer::emptyLike(const at::Tensor& grad) {
   at::Tensor& empty = empty_[grad.scalar_type()];
   if (!empty.defined()) {
@@ -128,7 +128,8 @@ at::Tensor GradientReducer::take(at::Tensor grad, std::int64_t id, GradientMemor
     grad = grad.to_dense();
   }
   if (!open()) {
-    // No start_backward: the plain loop, where a step follows unless the user keeps the gradients (noteAccumulation).
+    // No start_backward was called: the plain loop. An optimizer step is assumed to follow; if the user keeps the
+    // gradients instead, noteAccumulation finds them.
     begin(true);
     backward_.begun_by_gradient = true;
   }
@@ -138,7 +139,7 @@ at::Tensor GradientReducer::take(at::Tensor grad, std::int64_t id, GradientMemor
   }
   const bool donated = memory != GradientMemory::Borrowed;
   if (alone()) {
-    // Nothing to agree on with other ranks, so nothing to order.
+    // With one rank the order does not matter.
     enter({id, std::move(grad), donated, memory == GradientMemory::DonatedForGood});
     return result;
   }
@@ -162,8 +163,8 @@ bool GradientReducer::noteAccumulation(const DSParam& param) {
   const bool accumulated = accumulated_.contains(param.getId());
   bool add = accumulated;
   if (backward_.begun_by_gradient && !accumulated && param.isPartitioned()) {
-    // The plain loop: as in PyTorch, a gradient that the user has not cleared is added to.
-    // Not grad(): a read would settle other graphs first, which takes the lock that is held here.
+    // The plain loop: as in PyTorch, adds to a gradient that the user has not cleared. Not read by grad(), which
+    // settles other graphs first and so takes the lock that is held here.
     const at::Tensor& kept = param.getDSTensor().mutable_grad();
     if (kept.defined()) {
       if (!kept.is_alias_of(param.getGradBuffer()) && !param.isPublished(kept)) {
@@ -188,7 +189,7 @@ void GradientReducer::enterInOrder(const std::vector<ArrivedGradient>& arrived) 
   }
 }
 
-// This rank owns everything: straight into the gradient buffer.
+// With one rank the gradient goes straight into the gradient buffer.
 void GradientReducer::enterAlone(const DSParam& param, const at::Tensor& grad, bool for_good) {
   const bool add = noteAccumulation(param);
   if (!grad.defined()) {
@@ -234,7 +235,7 @@ void GradientReducer::enter(const ArrivedGradient& arrived) {
     bucket = parts_.buckets->getBuffer(dtype);
   }
   if (bucket->empty()) {
-    // Here and not when the one before it was flushed: after the last flush of a backward nothing is copied.
+    // The wait is here and not after the previous flush, because after the last flush of a backward nothing is copied.
     parts_.copy_stream->wait(parts_.buckets->getEvent(dtype), parts_.context->deadline());
     bucket->reserve(order_.planned().largest);
   }
@@ -271,14 +272,14 @@ void GradientReducer::copyIntoBucket(const DSParam& param, const at::Tensor& gra
   tasks_[param.getReduceDtype()].emplace_back(param.getId(), grad, slice).dropGradient();
   if (!parts_.copy_stream->followsCaller()) {
     copied_.add(parts_.copy_stream->record(), held);
-    copied_.letGo(*parts_.context, 1);  // the next gradient was computed meanwhile: this waits for nothing
+    copied_.letGo(*parts_.context, 1);  // frees the gradient before; its copy overlapped the compute since, so no wait
   }
 }
 
 bool GradientReducer::travelsAsItIs(const DSParam& param, const at::Tensor& grad) const {
   return backward_.reduces_tasks_as_they_lie && grad.defined() && grad.scalar_type() == param.getReduceDtype() &&
          param.numel() == param.getPaddedNumel() && grad.is_contiguous() && !grad.is_conj() && !grad.is_neg() &&
-         // Of gradients that are made where they travel from, one that is not would hold up the rest of its bucket.
+         // If most gradients are in shared memory, one that is not would delay its whole bucket by staging.
          (gradient_bytes_ == nullptr || parts_.comm->travelsAsItLies(grad));
 }
 

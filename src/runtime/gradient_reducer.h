@@ -1,6 +1,6 @@
-// Takes in the gradients of one graph, orders them, fills buckets, and reduces each bucket to the owners of its slices.
+// Accepts the gradients of one graph, orders them, fills buckets, and reduces each bucket to the owners of its slices.
 //
-// The stages differ in two things: when gradients travel (GradientsTravel), and how a full bucket is reduced (Stage).
+// The ZeRO stages differ in when gradients are reduced (GradientsTravel) and how a full bucket is reduced (Stage).
 // The runtime's lock is held in every call.
 #pragma once
 
@@ -27,11 +27,11 @@
 
 namespace dc {
 
-// Of a gradient that is handed over: whose its memory is from then on.
+// Who owns the memory of a gradient after the call that hands it over.
 enum class GradientMemory : std::uint8_t {
-  Borrowed,        // the caller's, who may write to it once the call has returned
-  Donated,         // nobody writes to it any more
-  DonatedForGood,  // and nobody reads it
+  Borrowed,        // the caller, who may write to it once the call has returned
+  Donated,         // the reducer: no other code writes to it any more, but the caller may still read it
+  DonatedForGood,  // the reducer: no other code writes to it or reads it
 };
 
 enum class GradientsTravel : std::uint8_t {
@@ -51,7 +51,7 @@ class GradientReducer {
     std::shared_ptr<Context> context;
     bool divides_before_the_sum = false;
   };
-  // What a stage does. Called by the reducer, with the lock.
+  // What differs by stage. Called by the reducer, with the lock held.
   struct Stage {
     std::function<void(at::ScalarType)> flush;  // reduces the bucket of this dtype
     // True where flush sends each task's getSendBuf() and not the bucket: then gradients may stay where they lie.
@@ -80,47 +80,46 @@ class GradientReducer {
 
   // `update`: an optimizer step follows.
   void begin(bool update);
-  // A gradient of the whole parameter. Returns an empty tensor. Begins a backward where none is open.
+  // Accepts a gradient of the whole parameter and returns an empty tensor. Begins a backward if none is open.
   at::Tensor take(at::Tensor grad, std::int64_t id, GradientMemory memory);
   // Contributes zeros for parameters without a gradient, reduces what is left and orders the caller after it (or leaves
   // that to settle). Does nothing when no backward is open.
   void end();
-  // The autograd run that the next gradient belongs to (below 0: none). A backward that a gradient of another run had
-  // begun was given up.
+  // Sets the autograd run that the next gradient belongs to (below 0: none). If a gradient of another run has begun the
+  // open backward, that run failed, and its backward is abandoned.
   void noteAutogradTask(std::int64_t task);
 
-  // The backward that begins next may end without a wait for its reductions; settle has it. The same on all ranks.
+  // The backward that begins next may end without waiting for its reductions; settle() waits. The same on all ranks.
   void settleLater(bool later) { backward_.settles_later = later; }
-  // Waits for what the last backward left running and does what was to be done after it. All ranks call it before they
-  // begin the next backward; gradients that some rank had beyond the expected ones are reduced here.
+  // Waits for the reductions that the last backward left running, and finishes it. All ranks call it before they begin
+  // the next backward; surplus gradients (beyond the expected ones) of any rank are reduced here.
   void settle();
-  // The same at a moment of this rank's own. Throws when there are gradients beyond the expected ones.
+  // The same, called by this rank alone. Throws if any rank has surplus gradients.
   void settleAlone();
-  // Between backwards: what backwards since the last update have accumulated of these parameters is thrown away. All
-  // ranks call it.
+  // Discards what was accumulated for these parameters since the last update. All ranks call it, between backwards.
   void discard(const std::vector<std::int64_t>& ids);
 
   // -- its order
   // -------------------------------------------------------------------------------------------------------
 
-  // From the next backward on. The same on all ranks. See PlannedReductions.
+  // Sets the planned reductions from the next backward on. The same on all ranks. See PlannedReductions.
   void plan(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = 2);
-  // What is trainable has changed: the order of the gradients is learned again.
+  // Called when the set of trainable parameters has changed: the order of gradients is learned again.
   void forgetOrder();
-  // In which gradients enter the buckets, the same on all ranks; empty before the first backward.
+  // The order in which gradients enter the buckets, the same on all ranks; empty before the first backward.
   std::vector<std::int64_t> order() const;
 
   // -- its state
   // -------------------------------------------------------------------------------------------------------
 
   bool open() const { return backward_.phase == Phase::Open; }
-  // The open backward was begun by a gradient, as in the plain loop.
+  // True if the open backward was begun by a gradient (the plain loop) and not by begin().
   bool begunByGradient() const { return backward_.begun_by_gradient; }
-  // A backward has ended without a wait for its reductions, and was not settled.
+  // True if the last backward has ended without waiting for its reductions, and was not settled.
   bool unsettled() const { return backward_.phase == Phase::Unsettled; }
   // Parameters that no rank had a gradient for in the last backward.
   const IdSet& withoutGradient() const { return presence_.without(); }
-  // In words, for messages and debuggers.
+  // The state in words, for messages and debuggers.
   std::string describe() const;
 
   // -- what stages reduce with
@@ -147,7 +146,7 @@ class GradientReducer {
     bool updates = true;             // an optimizer step follows
     bool begun_by_gradient = false;  // and not by begin()
     bool settles_later = false;
-    bool had_surplus = false;  // some rank had gradients beyond the expected ones: then every backward is waited for
+    bool had_surplus = false;  // some rank had surplus gradients: then every backward waits for its reductions
     bool reduces_tasks_as_they_lie = false;
     std::int64_t autograd_task = -1;
     std::vector<std::int64_t> newly_accumulated = {};
@@ -159,7 +158,7 @@ class GradientReducer {
   bool alone() const { return parts_.comm->size() == 1; }
 
   void abandon();
-  // While a backward is open on this thread its gradients are made where they travel from.
+  // While a backward is open on this thread, its gradients are allocated where reductions can read them in place.
   void placeGradients();
   void checkGradient(const DSParam& param, const at::Tensor& grad) const;
   const at::Tensor& emptyLike(const at::Tensor& grad);
@@ -168,13 +167,13 @@ class GradientReducer {
   void enter(const ArrivedGradient& arrived);
   void enterAlone(const DSParam& param, const at::Tensor& grad, bool for_good);
   void copyIntoBucket(const DSParam& param, const at::Tensor& grad, ReduceBucket& bucket);
-  // True when the gradient can be reduced from its own memory.
+  // True if the gradient can be reduced from its own memory, without a copy into the bucket.
   bool travelsAsItIs(const DSParam& param, const at::Tensor& grad) const;
-  // Adds to the gradient buffer or overwrites it, as the accumulation rule says. Returns whether to add.
+  // Applies the accumulation rule: returns whether to add to the gradient buffer (else overwrite it).
   bool noteAccumulation(const DSParam& param);
 
-  // True when the backward that ends may do so without a wait. Never depends on the rank: where gradients come beyond
-  // the expected ones, all ranks meet at the same place.
+  // True if the backward that ends need not wait for its reductions. Must be the same on all ranks, since all of them
+  // exchange surplus gradients at the same point.
   bool mayLeaveRunning() const;
   void reduceSurplus();
   bool anySurplus(bool mine);
@@ -189,9 +188,9 @@ class GradientReducer {
   GradientPresence presence_;
   LocalGradients local_;
   std::map<at::ScalarType, std::vector<ReduceTask>> tasks_;
-  // Shared by all graphs of the runtime: parameters whose gradient buffer is to be added to.
+  // Shared by all graphs of the runtime: parameters to whose gradient buffer the next reduction adds.
   IdSet& accumulated_;
-  GradientsInFlight copied_;                                               // on their way into a bucket
+  GradientsInFlight copied_;                                               // being copied into a bucket
   GradientsInFlight reduced_from_;                                         // reduced from where they lie
   std::shared_ptr<const std::unordered_set<std::size_t>> gradient_bytes_;  // the sizes of gradients that travel
   std::map<at::ScalarType, at::Tensor> empty_;                             // what take returns

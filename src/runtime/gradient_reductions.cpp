@@ -1,4 +1,4 @@
-// A bucket's way to the owners of its slices.
+// Reduces a bucket to the owners of its slices.
 #include <limits>
 #include <utility>
 
@@ -36,15 +36,15 @@ void GradientReducer::cleanUp(at::ScalarType dtype) {
 
 namespace {
 
-// A gradient in a bucket on its way to its owners.
+// A gradient in a bucket that is being reduced.
 struct Reduction {
   std::vector<Slice> owners;
   at::Tensor buffer;  // of this rank's slice
   bool add;           // to what the buffer holds
 };
 
-// On the reduce stream: what is allocated here is used here alone. `presence` has a row per rank; `counts` becomes the
-// sum of the rows. Returns the bytes that were reduced.
+// Runs on the reduce stream, and so do all uses of the memory that it allocates. `presence` has a row per rank;
+// `counts` becomes the sum of the rows. Returns the bytes that were reduced.
 std::int64_t reduceParts(Communicator& comm, const std::vector<at::Tensor>& sent,
                          const std::vector<Reduction>& reductions, const at::Tensor& presence, at::Tensor& counts,
                          ReduceOp op, std::uint64_t tag) {
@@ -79,8 +79,9 @@ std::int64_t reduceParts(Communicator& comm, const std::vector<at::Tensor>& sent
   return bytes;
 }
 
-// Where the host does not read what the others said (anySurplus), a gradient that lacks what a peer had beyond the
-// expected ones must not be used: the last of `counts` is zero unless there was such a peer, and infinite then.
+// On a device the host does not read whether a peer had surplus gradients (anySurplus). A sum that lacks a peer's
+// surplus must not be used: so the last element of `counts`, which is infinite if a peer had some and else zero, is
+// added to it.
 void spoilIncomplete(const std::vector<Reduction>& reductions, const at::Tensor& counts) {
   for (const Reduction& one : reductions) {
     if (one.buffer.numel() > 0) {
@@ -92,8 +93,8 @@ void spoilIncomplete(const std::vector<Reduction>& reductions, const at::Tensor&
 
 }  // namespace
 
-// Beside the gradients travels one more row per rank: who had a gradient at all. See Note [Presence] in
-// docs/runtime.md.
+// With the gradients the ranks exchange one presence row each: for which parameters the rank had a gradient. See Note
+// [Presence] in docs/runtime.md.
 void GradientReducer::reduceToOwners(at::ScalarType dtype) {
   auto& tasks = tasks_[dtype];
   if (tasks.empty()) {
@@ -110,7 +111,7 @@ void GradientReducer::reduceToOwners(at::ScalarType dtype) {
   std::vector<Reduction> reductions;
   std::vector<std::int64_t> ids;
   const auto count = static_cast<std::int64_t>(tasks.size());
-  // One more column: whether this rank has gradients beyond the expected ones (reduceSurplus).
+  // The last column: whether this rank has surplus gradients (reduceSurplus).
   const at::Tensor presence = at::ones({parts_.comm->size(), count + 1}, at::TensorOptions().dtype(at::kFloat));
   const bool surplus = order_.known() && order_.arrivals().hasSurplus();
   presence.select(1, count).fill_(surplus ? std::numeric_limits<float>::infinity() : 0);

@@ -1,5 +1,5 @@
-// The end of a backward: gradients that are missing or came beyond the expected ones, the order that is learned, and
-// backwards within an accumulation that end without a wait for their reductions.
+// The end of a backward: missing gradients, surplus gradients (beyond the expected ones), learning the order, and
+// backwards within an accumulation that end without waiting for their reductions.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -33,7 +33,7 @@ void GradientReducer::end() {
   if (alone()) {
     for (const std::int64_t id : order_.arrivals().expected()) {
       if (!presence_.hasGradient(id)) {
-        enter({id, at::Tensor()});  // it may still have a gradient that was kept from earlier backwards
+        enter({id, at::Tensor()});  // there may be a local gradient from earlier backwards
       }
     }
   } else {
@@ -66,9 +66,9 @@ void GradientReducer::end() {
 
 bool GradientReducer::anySurplus(bool mine) {
   if (parts_.context->device_order) {
-    // Reading what the others said would stop the host in every backward. So here gradients beyond the expected ones
-    // must come on all ranks alike; a rank that has them alone waits for the others in vain, until the deadline, and
-    // the others' gradients are spoiled (spoilIncomplete) so that they are not taken for whole.
+    // Reading the other ranks' flags would block the host in every backward. So here all ranks must have the same
+    // surplus gradients. If one rank alone has some, it waits for the others until the deadline, and the others'
+    // gradients are made infinite (spoilIncomplete), so that incomplete sums are not used.
     return mine;
   }
   if (presence_.bucketsSaidOfSurplus()) {
@@ -81,8 +81,8 @@ bool GradientReducer::anySurplus(bool mine) {
   return any;
 }
 
-// Gradients beyond those that all ranks expect: some ranks may have them and others not. That there are any at all was
-// said with the last bucket; only then do the ranks tell each other which. The reduce stream is idle.
+// Surplus gradients: some ranks may have them and others not. Whether any rank has some was exchanged with the last
+// bucket; only then do the ranks exchange which. The reduce stream is idle.
 void GradientReducer::reduceSurplus() {
   std::vector<ArrivedGradient> surplus = order_.arrivals().takeSurplus();
   if (!anySurplus(!surplus.empty())) {
@@ -116,7 +116,7 @@ void GradientReducer::reduceSurplus() {
   parts_.context->await(parts_.reduce_stream->record());
 }
 
-// Once: all ranks adopt the order that rank 0 saw, so that from now on gradients need not be parked.
+// Called once: all ranks adopt the order that rank 0 saw, so that later gradients need not be parked.
 void GradientReducer::learnOrder() {
   std::string mine;  // only rank 0's matters
   if (parts_.comm->rank() == 0) {
@@ -129,7 +129,7 @@ void GradientReducer::learnOrder() {
     std::memcpy(order.data(), agreed.data(), agreed.size());
   }
   order_.learn(std::move(order));
-  backward_.had_surplus = false;  // in the first backward: a parameter that is read twice
+  backward_.had_surplus = false;  // of the first backward: the learned order contains repeated gradients
 }
 
 void GradientReducer::plan(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight) {
@@ -152,13 +152,13 @@ std::vector<std::int64_t> GradientReducer::order() const {
 void GradientReducer::forgetOrder() {
   check(!open() || backward_.begun_by_gradient,
         [&] { return concat("what is trainable changes in the middle of a backward (", place(), ")"); });
-  abandon();  // of the plain loop: it ended in an error
+  abandon();  // a backward of the plain loop that is still open has ended in an error
   order_.forget();
   gradient_bytes_.reset();
 }
 
-// Without a bucket that was flushed at the end nothing would say whether gradients came beyond the expected ones. On a
-// device a wait does not hold the host up, and what is ordered on it is left as it is.
+// The last bucket tells the other ranks whether there are surplus gradients; without one the backward must wait. On a
+// device a wait does not block the host, so there is nothing to gain.
 bool GradientReducer::mayLeaveRunning() const {
   return backward_.settles_later && !backward_.updates && order_.learned() && !backward_.had_surplus && !alone() &&
          !parts_.context->device_order && presence_.bucketsSaidOfSurplus();
@@ -204,7 +204,7 @@ void GradientReducer::discard(const std::vector<std::int64_t>& ids) {
     }
   }
   if (accumulated_.size() == 0) {
-    parts_.registry->setUpdateFollowed(true);  // nothing is left that a backward could add to
+    parts_.registry->setUpdateFollowed(true);  // everything was discarded, so the next reduction overwrites
   }
 }
 

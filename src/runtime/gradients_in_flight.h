@@ -1,8 +1,8 @@
-// Whole gradients that work on another stream still reads, and when their memory may go.
+// Keeps whole gradients alive while work on another stream reads them, and frees them early.
 //
-// A stream's work owns what it touches until its event has passed. On a device the host learns that late: it may be a
-// whole backward ahead, and every gradient of the model would be there at once. So here the caller's stream is put
-// behind the work instead, and the memory let go of: whatever it is used for next comes after.
+// A stream's work owns its tensors until its event has passed. On a device the host learns that late: it may be a whole
+// backward ahead, so that all gradients of the model would be alive at once. So here the caller's stream waits for the
+// work, and the memory is freed at once: whatever uses it next is ordered after the work.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,12 @@ namespace dc {
 
 class GradientsInFlight {
  public:
-  // Shared with the work, which reads the tensors when it runs. On a device that is within the call that gives it to
-  // the stream, on a CPU's worker before its event passes.
+  // Shared with the work, which reads the tensors when its function runs: on a device within Stream::run, on a CPU
+  // worker before its event passes.
   using Held = std::shared_ptr<std::vector<at::Tensor>>;
 
   void add(Event done, Held held) { queue_.push_back({std::move(done), std::move(held)}); }
-  // Orders the caller after the oldest until no more than `most` are left.
+  // Frees the oldest gradients until at most `most` entries are left. Orders the caller after the work that reads them.
   void letGo(Context& context, std::size_t most) {
     while (queue_.size() > most) {
       context.await(queue_.front().done);
@@ -33,7 +33,7 @@ class GradientsInFlight {
       queue_.pop_front();
     }
   }
-  // The work keeps what it owns.
+  // Drops all entries without waiting. The work keeps its tensors.
   void forget() { queue_.clear(); }
 
  private:

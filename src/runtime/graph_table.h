@@ -1,4 +1,4 @@
-// From a graph id to its executor, for the operators: the ids are unique in the process and select the runtime.
+// Finds the executor of a graph id, for the operators. Graph ids are unique in the process and so select the runtime.
 #pragma once
 
 #include <cstdint>

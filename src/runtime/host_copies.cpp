@@ -17,7 +17,7 @@ c10::Allocator* hostAllocatorFor(at::Device device) {
   return device.is_cpu() ? c10::GetCPUAllocator() : at::globalContext().getPinnedMemoryAllocator(device.type());
 }
 
-// Lives in the context of the copy's data pointer.
+// The context of the copy's data pointer.
 struct CopyOwner {
   std::shared_ptr<BufferPool> pool;
   Buffer buffer;
@@ -32,11 +32,11 @@ void giveCopyBack(void* context) {
 // Null for a tensor, or a view into one, that take() did not make.
 CopyOwner* ownerOfCopy(const at::Tensor& copy) {
   c10::DataPtr& data = copy.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  const bool whole = data.get_deleter() == &giveCopyBack && copy.const_data_ptr() == data.get();
-  return whole ? static_cast<CopyOwner*>(data.get_context()) : nullptr;
+  const bool is_copy = data.get_deleter() == &giveCopyBack && copy.const_data_ptr() == data.get();
+  return is_copy ? static_cast<CopyOwner*>(data.get_context()) : nullptr;
 }
 
-// As at::empty_like does.
+// The strides that at::empty_like would choose.
 void useLayoutOf(const at::Tensor& tensor, const at::Tensor& copy) {
   if (tensor.is_non_overlapping_and_dense()) {
     copy.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());

@@ -1,9 +1,7 @@
-// Host memory for what leaves the device: pinned where the device is not the host itself, taken from the system once
-// and used again.
+// Host memory for offloaded tensors: pinned if the device is not the CPU, and reused.
 //
-// Pinning memory costs the host about as long as filling it, so a copy's memory goes back to a pool. It may be written
-// again while an earlier copy is still on its way: the next writer is ordered after that, on its stream, and the host
-// waits for nothing.
+// Pinning memory takes about as long as filling it, so a copy's memory returns to a pool. The pool may hand it out
+// while work still uses it: the next writer is ordered after that work, on its stream, and the host does not wait.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +16,21 @@ namespace dc {
 
 class HostCopies {
  public:
-  // `limit`: bytes that copies may take at once; 0: as many as there are.
+  // `limit`: bytes that copies may take at once; 0: no limit.
   HostCopies(at::Device device, std::int64_t limit);
 
-  // Host memory in the layout of `tensor`, without its gaps. What `writer` is given from now on is ordered after
-  // whoever used the memory before. The memory goes back with the last tensor over it. An error that names the bytes
-  // where there is none.
+  // Host memory in the layout of `tensor`, without gaps. Work given to `writer` from now on is ordered after the
+  // earlier users of the memory, which returns to the pool with the last tensor over it. If there is no memory, an
+  // error that names the bytes.
   at::Tensor take(const at::Tensor& tensor, Stream& writer, Deadline deadline);
-  // The same elements for work on a stream: the memory is used again only after usedUntil()'s event, so the work need
-  // not keep it. It keeps the pool. A tensor that take() did not make is kept itself.
+  // An alias of a copy for work on a stream. It does not keep the memory out of the pool (usedUntil()'s event protects
+  // it), only the pool alive. For a tensor that take() did not make it is the tensor itself.
   struct InFlight {
     at::Tensor tensor;
     std::shared_ptr<BufferPool> pool;
   };
   static InFlight inFlight(const at::Tensor& copy);
-  // The memory of `copy` is in use until `event` has passed. Nothing for a tensor that take() did not make.
+  // Marks the memory of `copy` as in use until `event` has passed. Does nothing for a tensor that take() did not make.
   static void usedUntil(const at::Tensor& copy, Event event);
 
   const BufferPool& pool() const { return *pool_; }

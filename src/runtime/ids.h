@@ -1,5 +1,5 @@
-// Sets and maps of parameter ids. Users choose the ids, and nearly all number them from zero: those are looked up by
-// position, without a hash or a division; every operator does so several times. Not synchronized.
+// Sets and maps of parameter ids. Users choose the ids, and nearly all number them from zero. Such ids are looked up by
+// position, without a hash or a division, because every operator does several lookups. Not synchronized.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@
 
 namespace dc {
 
-// Ids from here on, and negative ones, are looked up by hash: a single large one must not cost memory.
+// Ids from this number on, and negative ones, are looked up by hash, so that a single large id costs no memory.
 constexpr std::int64_t kIdsByPosition = 1 << 16;
 
 inline bool byPosition(std::int64_t id) { return static_cast<std::uint64_t>(id) < kIdsByPosition; }
@@ -35,7 +35,7 @@ class IdSet {
     return wordOf(id) < words_.size() && (words_[wordOf(id)] & bitOf(id)) != 0;
   }
 
-  // True when it was not there.
+  // True if it was added.
   bool insert(std::int64_t id) {
     if (!byPosition(id)) [[unlikely]] {
       return others_.insert(id).second;
@@ -49,7 +49,7 @@ class IdSet {
     return added;
   }
 
-  // True when it was there.
+  // True if it was removed.
   bool erase(std::int64_t id) {
     if (!contains(id)) {
       return false;
@@ -75,7 +75,7 @@ class IdSet {
     return count;
   }
 
-  // Those that are looked up by position in ascending order, then the others in none.
+  // Ids below kIdsByPosition in ascending order, then the others in no order.
   std::vector<std::int64_t> ids() const {
     std::vector<std::int64_t> all;
     for (std::size_t i = 0; i < words_.size(); ++i) {
@@ -95,11 +95,11 @@ class IdSet {
   std::unordered_set<std::int64_t> others_;
 };
 
-// What it holds stays where it is until the map goes.
+// Addresses of values are stable until they are replaced or the map is destroyed.
 template <typename T>
 class IdMap {
  public:
-  // Null where there is none.
+  // Null if there is none.
   T* find(std::int64_t id) const {
     if (byPosition(id)) [[likely]] {
       return static_cast<std::size_t>(id) < by_position_.size() ? by_position_[static_cast<std::size_t>(id)].get()
@@ -109,7 +109,7 @@ class IdMap {
     return found == others_.end() ? nullptr : found->second.get();
   }
 
-  // In place of what may be there.
+  // Inserts or replaces.
   T& put(std::int64_t id, T value) {
     auto made = std::make_unique<T>(std::move(value));
     T& result = *made;

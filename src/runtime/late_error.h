@@ -1,4 +1,4 @@
-// An error that was noticed where nothing can be thrown, for the next call that can.
+// Holds an error found where nothing can be thrown (a destructor, another thread), for the next call that can throw it.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ class LateError {
   // The first one stays.
   void set(std::string message) { keep(std::move(message), false); }
 
-  // The same for an error after which nothing works any more: every raise() throws it.
+  // The same for an error after which the runtime is unusable: every raise() throws it.
   void setForGood(std::string message) { keep(std::move(message), true); }
 
   // Throws what was set, once.
@@ -45,7 +45,7 @@ class LateError {
     there_ = true;
   }
 
-  std::atomic<bool> there_{false};  // every operator asks
+  std::atomic<bool> there_{false};  // a cheap check for raise(), which every operator calls
   std::mutex mutex_;
   std::optional<std::string> message_;
   bool for_good_ = false;

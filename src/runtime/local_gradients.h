@@ -13,9 +13,9 @@ namespace dc {
 class LocalGradients {
  public:
   void add(const DSParam& param, const at::Tensor& grad);
-  // The sum of what was added and `grad` (undefined: none); what was added is forgotten. Without either: undefined.
+  // The sum of all added gradients and `grad` (may be undefined), which resets the sum. Undefined if there are none.
   at::Tensor take(const DSParam& param, at::Tensor grad);
-  // What was added is thrown away.
+  // Discards what was added.
   void discard(std::int64_t ds_id);
 
  private:

@@ -60,7 +60,7 @@ void DSParam::letGradMemoryGo() const {
   if (!hasGradMemory() || grad_buffer_.storage_offset() != 0) {
     return;
   }
-  if (!without_memory_ || without_memory_.nbytes() > 0) {  // who was shown it may have resized it
+  if (!without_memory_ || without_memory_.nbytes() > 0) {  // the program, which sees this storage, may have resized it
     const at::Device device = grad_buffer_.device();
     without_memory_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
@@ -136,7 +136,7 @@ void DSParam::offload() {
   const auto bytes = static_cast<std::int64_t>(storage.nbytes());
   const at::Tensor there = rawTensor(storage._mutable_data_ptr_no_checks().get(), {bytes}, at::kByte, shard.device());
   state.host = state.copies->take(there, *state.offload_stream, deadlineAfter(Seconds(state.timeout)));
-  // The storage is empty from now on; the work owns the device memory until it has been copied.
+  // The shard's storage is empty from now on; the stream's work owns the device memory until it has been copied.
   auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, shard.device())));
   guardUntilReturn(storage, describe() + " is offloaded to host memory; call reload_parameter before it is used");
   state.offload_stream->run(

@@ -1,4 +1,4 @@
-// A parameter as the runtime knows it: this rank's part of it, where its gradient goes, and where the part lies.
+// The runtime's record of a parameter: this rank's shard, its gradient buffer, and whether the shard is on the host.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class DSParam {
   std::int64_t getId() const { return id_; }
   const std::vector<std::int64_t>& getShape() const { return shape_; }
   at::ScalarType getDtype() const { return dtype_; }
-  // The shard, on its device: brought back from the host if it is away, and waited for if it is on its way.
+  // The shard on its device. If it is offloaded, reloads it and waits for that.
   const at::Tensor& getDSTensor() const {
     if (offload_ != nullptr && (offload_->away || !offload_->reloaded.trivial())) [[unlikely]] {
       awaitReload();
@@ -34,12 +34,13 @@ class DSParam {
     return ds_tensor_;
   }
   const at::Tensor& getGradBuffer() const { return grad_buffer_; }
-  // The same memory with one dimension, to be written: taken anew where it was let go.
+  // The gradient buffer with one dimension, to be written. Allocates memory if it was freed.
   const at::Tensor& gradMemory() const;
-  // The buffer takes the gradient's own memory, which nobody else may use any more. False, and nothing happens, where
-  // that does not fit, where somebody else holds it, or where the buffer has memory of its own.
+  // Makes the memory of a donated gradient that of the buffer. Returns false and does nothing if the gradient does not
+  // fit, if other tensors share its memory, or if the buffer has memory.
   bool adoptGradMemory(const at::Tensor& gradient) const;
-  // Until then the buffer takes no memory; a gradient that someone still holds stays as it is.
+  // Frees the buffer's memory until gradMemory() or adoptGradMemory(). A gradient to which the program holds a
+  // reference keeps its memory.
   void letGradMemoryGo() const;
   bool hasGradMemory() const { return grad_buffer_.defined() && grad_buffer_.storage().nbytes() > 0; }
   bool isPartitioned() const { return partitioned_; }
@@ -47,9 +48,9 @@ class DSParam {
   bool isPersistent() const { return persistent_; }
   void setPersistent(bool persistent) { persistent_ = persistent; }
 
-  // Moves the shard to host memory; its device memory is free when the copy is done. Not while a gather reads it.
+  // Moves the shard to host memory; its device memory is freed when the copy is done. Not while a gather reads it.
   void offload();
-  // Brings it back into the same storage; whoever reads it through getDSTensor() waits for the copy.
+  // Starts copying it back into the same storage; getDSTensor() waits for the copy.
   void reload() { bringBack(); }
   // Whether `tensor` is the object that was registered, whatever memory it has now.
   bool isShard(const at::Tensor& tensor) const { return ds_tensor_.is_same(tensor); }
@@ -57,26 +58,26 @@ class DSParam {
 
   std::int64_t numel() const { return numel_; }
   bool trainable() const { return trainable_; }
-  // Another place for the gradient; undefined: the parameter is frozen from now on.
+  // Replaces the gradient buffer; undefined: the parameter is frozen from now on.
   void setGradBuffer(at::Tensor grad_buffer);
-  // The dtype in which gradients travel and are summed. One rule: that of `grad_buffer`, unless set at registration.
+  // The dtype of gradients in reductions: that of `grad_buffer`, unless set at registration.
   at::ScalarType getReduceDtype() const { return reduce_dtype_; }
   // The dtype in which gradients add up over backwards.
   at::ScalarType getAccumulationDtype() const { return grad_buffer_.defined() ? grad_buffer_.scalar_type() : dtype_; }
   void setReduceDtype(at::ScalarType dtype) { reduce_dtype_ = dtype; }
 
-  // The gradient that was last shown to the user as shard.grad, where it is a cast of the gradient buffer.
+  // Notes the tensor that was last published as shard.grad, if it is a cast of the gradient buffer.
   void notePublished(const at::Tensor& gradient);
-  // True when `gradient` is that one, unchanged: the buffer holds the same in more bits.
+  // True if `gradient` is that tensor, unchanged. Then the buffer holds the same values in higher precision.
   bool isPublished(const at::Tensor& gradient) const;
 
   const std::string& getName() const { return name_; }
   void setName(std::string name);
   // "parameter 'w' (id 3, shape [4, 5], Float)", for messages.
   const std::string& describe() const { return *label_; }
-  // What a writer to the gathered parameter is told.
+  // The error for writes to the gathered parameter.
   const std::shared_ptr<const std::string>& writeError() const { return write_error_; }
-  // The same, for work that may outlive the parameter.
+  // describe(), for work that may outlive the parameter.
   const std::shared_ptr<const std::string>& label() const { return label_; }
 
   // What each rank owns of the flattened gradient, padded for ZeRO-3.
@@ -84,10 +85,11 @@ class DSParam {
   void setOwners(std::vector<Slice> owners) { owners_ = std::move(owners); }
   // Elements of the flattened gradient with its padding.
   std::int64_t getPaddedNumel() const { return partitioned_ ? owners_.back().end : numel_; }
-  // Frozen on this rank's word alone until the ranks agree: for ZeRO-1 and 2 a rank may own nothing of a trainable one.
+  // Set after the ranks have compared. (Under ZeRO-1 and 2 a rank may own nothing of a trainable parameter, so its own
+  // empty gradient buffer does not mean that the parameter is frozen.)
   void setTrainable(bool trainable) { trainable_ = trainable; }
 
-  // The streams, the host memory and the timeout (seconds) of offload and reload. Without them both are synchronous.
+  // Sets streams, host memory and timeout (seconds) of offload and reload. Without them both are synchronous.
   void setOffload(std::shared_ptr<Stream> offload, std::shared_ptr<Stream> reload, std::shared_ptr<HostCopies> copies,
                   double timeout);
 

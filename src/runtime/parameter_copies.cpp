@@ -1,4 +1,4 @@
-// Copies of parameters: handed out, waited for, released.
+// Copies of parameters: returning them to readers, waiting for them, releasing them.
 #include <algorithm>
 
 #include "deepcompile/base/error.h"
@@ -30,8 +30,8 @@ bool isGuard(const at::Tensor& tensor) {
 
 }  // namespace
 
-// Each caller gets a tensor of its own over the shared storage: autograd hangs its graph on it. In debug mode the
-// tensor cannot be read until waitAllgather puts the storage under it.
+// Each caller gets its own tensor over the shared storage, because autograd attaches a graph to it. In debug mode the
+// tensor cannot be read until waitAllgather gives it the storage.
 at::Tensor ParameterGatherer::handOut(const GatheredParam& copy) const {
   at::Tensor out = aliasOf(copy.tensor);
   if (parts_.context->config.debug && !copy.waited) {
@@ -127,10 +127,10 @@ void ParameterGatherer::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   }
   for (const GatheredParam& copy : parts_.registry->gatheredCopies(ds_id)) {
     if (copy.let_go) {
-      continue;  // the shards stay, and so do those that read them
+      continue;  // a copy in place: the shards stay valid
     }
     if (parts_.context->config.debug) {
-      parts_.context->await(copy.ready);  // poisoning what a gather is still writing would be undone
+      parts_.context->await(copy.ready);  // else the gather in flight would overwrite the NaNs of debug mode
     }
     releaseStorage(copy.tensor, *message, parts_.context->config.debug, size);
     parts_.context->stats.releases.fetch_add(1, std::memory_order_relaxed);
@@ -138,9 +138,9 @@ void ParameterGatherer::freeCopies(std::int64_t ds_id, ReleasedSize size) {
   parts_.registry->unregisterGatheredParam(ds_id);
 }
 
-// Where the caller is on the stream that the memory was taken on, its own order is enough from here on: when the copy
-// is released the memory can go to the allocator at once, and need not stay until the host, which may be a whole pass
-// ahead of a device, sees that the gather has ended.
+// Waiting also orders the caller's stream. If the memory was allocated on that stream, a released copy can then be
+// freed at once, and need not wait until the host, which may be a whole pass ahead of the device, sees that the gather
+// ended.
 void ParameterGatherer::awaitCopy(GatheredParam& copy) {
   if (copy.waited) {
     return;
@@ -155,7 +155,7 @@ void ParameterGatherer::awaitCopy(GatheredParam& copy) {
   copy.waited = true;
 }
 
-// Their memory lives on in the tensors that were handed out.
+// The copies' memory lives as long as tensors that were returned to readers.
 void ParameterGatherer::dropCopies(const std::vector<CopyKey>& keys) {
   for (const CopyKey& key : keys) {
     letGo(key);
@@ -168,10 +168,10 @@ void ParameterGatherer::letGo(const Wanted& wanted, bool traced) {
     --holders;
   }
   if (holders > 0) {
-    return;  // another graph means to read it
+    return;  // another graph still needs it
   }
   GatheredParam* const copy = parts_.registry->findGathered(wanted.id, wanted.dtype);
-  // A trace says until when the tensors that were handed out lived.
+  // A trace must log when the last tensor dies, so with a trace the copy is not kept for reuse.
   if (traced && copy != nullptr && copy->in_place && in_place_.holding() && !parts_.context->trace->wantsReleases()) {
     copy->let_go = true;
     return;

@@ -42,8 +42,7 @@ at::Tensor ParameterGatherer::overShards(const Wanted& wanted) {
                      parts_.context->trace->wantsReleases() ? parts_.context->trace : nullptr);
 }
 
-// Where the shards lie where they did, a tensor over them serves again, also in a later step, in which they hold other
-// numbers.
+// If the shards have not moved, the old tensor over them is reused, also in a later step, with the shards' new values.
 GatheredParam* ParameterGatherer::takeUpAgain(const Wanted& wanted) {
   GatheredParam* const copy = parts_.registry->findGathered(wanted.id, wanted.dtype);
   if (copy == nullptr || !copy->let_go || copy->tensor.storage().use_count() != 1 ||
@@ -92,7 +91,7 @@ ParameterGatherer::Launched ParameterGatherer::prepare(const Wanted& wanted) {
   at::Tensor gathered = makeGathered(parts_.pool, std::move(buffer), keyOf(wanted, shard), param.getShape(),
                                      shard.device(), parts_.context->trace);
   if (parts_.comm->size() == 1 && padded == param.numel()) {
-    return {{shard, gathered}, gathered};  // copied in the caller's own order, whatever its shape
+    return {{shard, gathered}, gathered};  // one rank: a copy in the caller's order, of any shape
   }
   return {{shard.dim() == 1 ? shard : shard.view({-1}), rawTensor(memory, {padded}, wanted.dtype, shard.device())},
           std::move(gathered)};
@@ -100,8 +99,8 @@ ParameterGatherer::Launched ParameterGatherer::prepare(const Wanted& wanted) {
 
 namespace {
 
-// Shards are cast before they travel, so that fewer bytes do: straight to their place where the communicator gathers in
-// place.
+// Casts the shard before the gather, so that fewer bytes are sent; directly into the output if the communicator gathers
+// in place.
 std::vector<GatherPart> castToTravel(const Communicator& comm, const std::vector<GatherPart>& parts) {
   std::vector<GatherPart> cast;
   std::vector<CopyPart> copies;
@@ -130,7 +129,7 @@ Event ParameterGatherer::start(std::span<const Wanted> wanted, std::span<const L
     stats.gathers_fused.fetch_add(static_cast<std::int64_t>(wanted.size()), std::memory_order_relaxed);
   }
   if (parts_.comm->size() == 1) {
-    // Nobody to wait for: a copy in the caller's own order.
+    // One rank: a copy in the caller's own order.
     c10::SmallVector<CopyPart, 1> copies;
     for (const Launched& one : launched) {
       if (one.part.full.defined()) {
@@ -142,7 +141,7 @@ Event ParameterGatherer::start(std::span<const Wanted> wanted, std::span<const L
   }
   std::vector<std::int64_t> ids;
   std::vector<GatherPart> parts;
-  std::uint64_t tag = 1;  // ranks that gather other parameters of the same size must not be given each other's
+  std::uint64_t tag = 1;  // of the parameters and dtypes: detects ranks that gather other parameters of the same size
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     if (launched[i].part.full.defined()) {
       ids.push_back(wanted[i].id);
@@ -204,8 +203,8 @@ void ParameterGatherer::launch(std::span<const Wanted> wanted) {
   }
 }
 
-// What is known to be small goes first, as one collective; what is small and was not known goes with it next time. The
-// ranks gather the same, so they know the same.
+// Gathers the small parameters that are known in one collective, before the others. Small ones that are not known yet
+// join them in the next step. All ranks gather the same, so they know the same.
 void ParameterGatherer::gatherTogether(std::vector<Wanted>& wanted) {
   if (small_.firstGather()) {
     std::vector<Wanted> small;
@@ -235,9 +234,9 @@ void ParameterGatherer::launchNow(std::span<const Wanted> wanted) {
   c10::SmallVector<Launched, 1> launched;
   launched.reserve(wanted.size());
   for (const Wanted& one : wanted) {
-    // What is there is out of date: its memory first, so that the new copy may use it. A program that still holds it is
-    // told so when it reads it. Where it may be out of date for all that the runtime knows, but the shard shows no
-    // change, the program keeps what it holds.
+    // The existing copy is stale: its memory is freed first, so that the new copy may use it. If the shard's version
+    // changed, a tensor that the program still holds raises an error when it is read. If not (the runtime only assumes
+    // a change), the program's tensor stays readable.
     if (const GatheredParam* old = parts_.registry->findGathered(one.id, one.dtype); old != nullptr && !old->let_go) {
       const DSParam& param = parts_.registry->getParam(one.id);
       if (old->version == DSParamRegistry::versionOf(param.getDSTensor())) {

@@ -1,4 +1,4 @@
-// Gathers the parameters of one graph, hands their copies out, and lets go of them: by a schedule, or on demand.
+// Gathers the parameters of one graph, returns their copies to readers, and releases them: by a schedule, or on demand.
 //
 // The runtime's lock is held in every call.
 #pragma once
@@ -45,10 +45,10 @@ class ParameterGatherer {
   // -- the operators' way: a gather, a wait, a release each
   // ------------------------------------------------------------
 
-  // The gathered parameter, cast to `dtype` before it travels. Readable after wait. A valid copy is returned as it is;
-  // nothing is launched then. `backward`: called while a backward is open.
+  // Starts gathering the parameter, cast to `dtype` before the gather. Readable after wait(). If there is a valid copy,
+  // returns it and launches nothing. `backward`: called while a backward is open.
   at::Tensor gather(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool backward);
-  // Starts the gathers that are not there yet as one communication.
+  // Starts gathers of all parameters without a valid copy, as one collective.
   void prefetch(const std::vector<std::int64_t>& ds_ids, const std::optional<std::vector<at::ScalarType>>& dtypes);
   // Orders the caller after the gather that made `v` (or, where `v` is a dummy, after all gathers of the parameter).
   void wait(const at::Tensor& v, std::int64_t ds_id);
@@ -56,7 +56,7 @@ class ParameterGatherer {
   // still holds it.
   void release(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
-  // -- reads, which follow a schedule where there is one
+  // -- reads, which follow a schedule if there is one
   // ---------------------------------------------------------------
 
   // The gathered parameter, readable at once. The memory belongs to the returned tensor and its views and goes back to
@@ -66,10 +66,11 @@ class ParameterGatherer {
   // writes.
   at::Tensor read(std::int64_t ds_id, std::optional<at::ScalarType> dtype, bool keep, bool backward = false,
                   bool traced = false);
-  // What a leaf module does at its entry: all its parameters as one communication.
+  // Called at the entry of a leaf module: gathers all its parameters in one collective.
   void readGroup(const std::vector<std::int64_t>& ds_ids, const std::vector<at::ScalarType>& dtypes, bool backward);
-  // Gathers what autograd had saved, for as long as the returned tensor (true shape) or a view of it lives; where a
-  // copy is there already, until that is released. An error when the shard has changed since `key` was made.
+  // Gathers a parameter again whose id autograd had saved. The copy lives as long as the returned tensor (of the
+  // parameter's shape) or a view of it; an existing copy until its release. An error if the shard has changed since
+  // `key` was made.
   at::Tensor readAgain(const GatherKey& key);
 
   // See ScheduledReads.
@@ -86,8 +87,8 @@ class ParameterGatherer {
 
   void beginForward();
   void beginBackward() { uses_.clear(); }
-  // All reads of the backward are behind the caller. `updates`: the shards are about to change, here or on other ranks.
-  // `unsettled`: reductions run on, so the shards stay as they are.
+  // Called after all reads of the backward. `updates`: the shards are about to change, here or on other ranks.
+  // `unsettled`: reductions are pending, so the shards do not change yet.
   void endBackward(bool updates, bool unsettled);
   // See CustomOpExecutor.
   void holdShards(bool hold);
@@ -105,50 +106,50 @@ class ParameterGatherer {
     std::int64_t n_users = 0;
     std::int64_t left = 0;
   };
-  // A gather that has been given its memory.
+  // A gather whose memory is allocated.
   struct Launched {
-    GatherPart part;    // the shard as it is, and the memory as a flat tensor; undefined where nothing has to be moved
+    GatherPart part;    // the shard, and the memory as a flat tensor; undefined if nothing has to be moved
     at::Tensor tensor;  // the same memory as the parameter
   };
   const DSParam& member(std::int64_t ds_id) const { return parts_.members->at(ds_id); }
   Launched prepare(const Wanted& wanted);
   GatherKey keyOf(const Wanted& wanted, const at::Tensor& shard) const;
-  // The parameter where its shards lie, undefined where it has to be gathered. May meet the other ranks.
+  // A tensor over the shards in place; undefined if the parameter has to be gathered. May wait for the other ranks.
   at::Tensor overShards(const Wanted& wanted);
-  // Registers such a copy, or takes up again one that was let go of and that nobody else has a tensor of; null where it
-  // has to be gathered.
+  // Registers such a copy, or reuses a released one to which no other tensor refers; null if the parameter has to be
+  // gathered.
   GatheredParam* readInPlace(const Wanted& wanted, bool traced);
   GatheredParam* takeUpAgain(const Wanted& wanted);
   // Starts the gathers and returns the event after which they are complete.
   Event start(std::span<const Wanted> wanted, std::span<const Launched> launched);
-  // Gathers and registers the copies; in a held step the small ones of all the step, too.
+  // Starts gathers and registers the copies. In a step with holdShards, also of all its small parameters.
   void launch(std::span<const Wanted> wanted);
   void launch(const Wanted& wanted) { launch({&wanted, 1}); }
   void launchNow(std::span<const Wanted> wanted);
   void gatherTogether(std::vector<Wanted>& wanted);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
-  // The graph needs the parameter no longer; the last graph to say so frees its copies.
+  // Ends this graph's hold on the parameter; the last graph to do so frees its copies.
   void drop(std::int64_t ds_id, ReleasedSize size);
   void freeCopies(std::int64_t ds_id, ReleasedSize size);
-  // Stops keeping the copy; its memory lives on in the tensors that were handed out. Where it is the shards themselves
-  // and was read by compiled code, it stays to be taken up again.
+  // Stops keeping the copy; its memory lives as long as tensors that were returned to readers. A copy in place that
+  // compiled code has read stays registered, to be reused by takeUpAgain().
   void letGo(const Wanted& wanted, bool traced = false);
   void forgetCopy(const Wanted& wanted);
   at::Tensor handOut(const GatheredParam& copy) const;
   void awaitCopy(GatheredParam& copy);
-  // Does what the schedule has before this read.
+  // Does what the schedule has for this event.
   ScheduledReads::Step followRead(const ProgramEvent& event, bool traced = false);
   void serve(const ScheduledReads::Step& step);
   void dropCopies(const std::vector<CopyKey>& keys);
-  // A read that began at `entered` and was launched at `launched` ends now.
+  // Logs a read that began at `entered`, was launched at `launched`, and ends now.
   void traceRead(const Wanted& wanted, bool backward, bool gathers, const StepTrace::Moment& entered,
                  const StepTrace::Moment& launched);
 
   const Parts parts_;
   ScheduledReads schedule_;
   ShardsInPlace in_place_;
-  IdSet read_in_place_;  // parameters of which the registry may have a copy that is the shards themselves
+  IdSet read_in_place_;  // parameters of which the registry may have a copy in place
   SmallParameters small_;
   std::unordered_map<std::int64_t, Uses> uses_;  // of parameters partly released in this pass
   IdSet held_;                                   // gathered for this graph and not released by it

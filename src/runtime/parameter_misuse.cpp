@@ -28,7 +28,7 @@ struct GatheredMeta : CopiedAutogradMeta {
   }
 
   at::Tensor& mutable_grad() override {
-    // Who asked for its gradient by retain_grad() or requires_grad_() has it in the copy.
+    // A program that called retain_grad() or requires_grad_() finds the gradient on the copy.
     check(retains_grad_ || requires_grad_, [&] { return useTheParameter(*label); });
     return grad_;
   }
@@ -50,7 +50,7 @@ void refuseUseAsParameter(const at::Tensor& gathered, std::shared_ptr<const std:
 
 void refuseDirectGradients(const at::Tensor& shard, std::string message) {
   shard.register_hook([message = std::move(message)](const at::Tensor& gradient) {
-    // Operators that hold a graph of their own (torch.cond) give zeros for inputs that have no gradient.
+    // Operators that contain a graph (torch.cond) return zeros for inputs without a gradient.
     check(!gradient.defined() || !gradient.any().item<bool>(), [&] { return message; });
   });
 }

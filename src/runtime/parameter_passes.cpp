@@ -1,4 +1,4 @@
-// Where the program is: forwards, backwards, held steps, and what of the gatherer's begins and ends with them.
+// What the gatherer does when forwards, backwards and steps with holdShards begin and end.
 #include <utility>
 
 #include "deepcompile/base/error.h"
@@ -14,7 +14,7 @@ void ParameterGatherer::beginForward() {
 }
 
 void ParameterGatherer::endBackward(bool updates, bool unsettled) {
-  // What is still being gathered reads the shards that the optimizer is about to change, here or on other ranks.
+  // Gathers in flight read the shards that the optimizer is about to change, here or on other ranks.
   if (parts_.comm->readsPeers() && updates && parts_.comm->size() > 1) {
     runCollective(
         *parts_.stream, [place = parts_.context->place] { return concat("ending the reads of shards on ", place); },
@@ -45,13 +45,13 @@ void ParameterGatherer::holdShards(bool hold) {
   in_place_.hold(hold);
   small_.begin();
   if (parts_.comm->readsPeers()) {
-    parts_.comm->holdReads(hold);  // a device's communicator runs in the caller's order
+    parts_.comm->holdReads(hold);  // on a device: the communicator runs in the caller's order
   }
 }
 
 void ParameterGatherer::endReads() {
   for (const std::int64_t id : std::exchange(read_in_place_, {}).ids()) {
-    const CopyKey wanted{id, parts_.registry->getParam(id).getDtype()};  // no other dtype lies there
+    const CopyKey wanted{id, parts_.registry->getParam(id).getDtype()};  // copies in place have the shard's dtype
     const GatheredParam* const copy = parts_.registry->findGathered(id, wanted.dtype);
     if (copy != nullptr && copy->in_place && !copy->let_go) {
       forgetCopy(wanted);
@@ -71,7 +71,7 @@ void ParameterGatherer::offload(std::int64_t ds_id) {
     return;
   }
   endReads();
-  parts_.context->await(parts_.stream->record());  // no gather may be reading it
+  parts_.context->await(parts_.stream->record());  // a gather in flight may read the shard
   parts_.context->stats.bytes_offloaded.fetch_add(static_cast<std::int64_t>(param.getDSTensor().nbytes()),
                                                   std::memory_order_relaxed);
   parts_.registry->offload(ds_id);

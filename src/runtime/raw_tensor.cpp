@@ -25,7 +25,7 @@ struct NotForInference {
 
 at::Tensor tensorOver(c10::DataPtr data, std::int64_t bytes, at::IntArrayRef sizes, at::ScalarType dtype,
                       at::Device device) {
-  // Whoever gathers first may do so for inference; the copy must serve a training step as well.
+  // The first gather may be for inference, and the copy may then be reused by a training step.
   const NotForInference guard;
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
                                                        /*allocator=*/nullptr, /*resizable=*/false);

@@ -1,4 +1,4 @@
-// Tensors over memory that someone else owns.
+// Tensors over existing memory.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace dc {
 
-// A contiguous tensor over `data`, which must outlive it. Cheaper than at::from_blob, and not stopped by guards on the
-// storage that owns the memory: for the runtime's own reads and writes.
+// A contiguous tensor over `data`, which must outlive it. For the runtime's own reads and writes: cheaper than
+// at::from_blob, and bypasses guards on the storage that owns the memory.
 at::Tensor rawTensor(void* data, at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 
 // A contiguous tensor that owns `data`.

@@ -1,4 +1,4 @@
-// Gradients on their way to the reduction: gathered in flat buckets, so that a collective is worth its cost.
+// Flat buckets of gradients, each of which is reduced by one collective.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,9 @@ class ReduceTask {
   std::int64_t getDSId() const { return ds_id_; }
   const at::Tensor& getSendBuf() const { return send_buf_; }
   bool hasGradient() const { return has_gradient_; }
-  // True when somebody has written to the gradient since.
+  // True if the gradient was written to since it was handed over.
   bool changed() const { return versionOf(grad_) != version_ && grad_.defined(); }
-  // The copy is done: the gradient's memory may go.
+  // Drops the reference to the gradient. Called when the copy is done.
   void dropGradient() { grad_ = at::Tensor(); }
 
  private:
@@ -51,23 +51,23 @@ class ReduceTask {
 // A flat buffer that is filled from the front, made at its first use. Sizes count elements.
 class ReduceBucket {
  public:
-  // `comm`, which reduces what is in the bucket, chooses its memory; without one it is ordinary memory.
+  // The memory comes from `comm`, which will reduce the bucket; without one it is ordinary memory.
   ReduceBucket(std::int64_t size, at::ScalarType scalar_type, at::Device device = at::kCPU,
                std::shared_ptr<Communicator> comm = nullptr);
 
   std::int64_t getSize() const { return size_; }
   std::int64_t getOffset() const { return offset_; }
   const at::Tensor& getBuffer() const;
-  // Of its buffer; 0 as long as nobody has used it.
+  // Bytes of its buffer; 0 before its first use.
   std::int64_t bytes() const { return buffer_.defined() ? static_cast<std::int64_t>(buffer_.nbytes()) : 0; }
   bool empty() const { return offset_ + adopted_ == 0; }
   at::ScalarType getScalarType() const { return options_.dtype().toScalarType(); }
 
-  // Makes room for at least `size` elements in all. Only while the bucket is empty: slices in use would be left behind.
+  // Grows the bucket to at least `size` elements. Only while it is empty, because slices in use would not move along.
   void reserve(std::int64_t size);
   // The next `numel` elements.
   at::Tensor allocate(std::int64_t numel);
-  // Counts `numel` elements that are reduced with the bucket and lie elsewhere.
+  // Counts `numel` elements that are reduced with the bucket from their own memory.
   void adopt(std::int64_t numel) { adopted_ += numel; }
   // True when `numel` more elements do not fit behind what the bucket counts.
   bool shouldFlush(std::int64_t numel) const {
@@ -91,14 +91,14 @@ class DoubleBufferedReduceBucket {
   DoubleBufferedReduceBucket(std::int64_t initial_bucket_size, bool enable_double_buffer, at::Device device = at::kCPU,
                              std::shared_ptr<Communicator> comm = nullptr);
 
-  // Call when the reduction of the current bucket was given to `rs_stream`. What is copied into the next one through
-  // `copy_stream` waits until that one's last reduction has passed.
+  // Called after the reduction of the current bucket was given to `rs_stream`. Copies into the next bucket through
+  // `copy_stream` wait until that bucket's last reduction has passed.
   void swap(at::ScalarType scalar_type, Stream& rs_stream, Stream& copy_stream, Deadline deadline);
-  // The same without the wait, for who waits for getEvent when he first uses the next bucket.
+  // The same without the wait. The caller then waits for getEvent() before its first use of the next bucket.
   void swap(at::ScalarType scalar_type, Stream& rs_stream);
   // The bucket that is being filled; made at first use.
   std::shared_ptr<ReduceBucket> getBuffer(at::ScalarType scalar_type);
-  // Passes when the bucket that is being filled is no longer read.
+  // Passes when the last reduction of the bucket that is being filled has read it.
   Event getEvent(at::ScalarType scalar_type);
   // The reducer whose tasks fill the current bucket; null when it is empty. Another one flushes it before it adds its
   // own.

@@ -20,8 +20,8 @@ namespace dc {
 struct ArrivedGradient {
   std::int64_t id = 0;
   at::Tensor grad;        // undefined: this rank has none
-  bool given = true;      // nobody else writes to the gradient's memory any more
-  bool for_good = false;  // and nobody else reads it
+  bool given = true;      // donated: no other code writes to its memory any more
+  bool for_good = false;  // and no other code reads it
 };
 
 class ReductionOrder {
@@ -33,14 +33,14 @@ class ReductionOrder {
   const std::vector<std::int64_t>& expected() const { return expected_; }
 
   void begin();
-  // True when a gradient of `id` that arrives now would go on at once; else it would be parked.
+  // True if a gradient of `id` that arrives now may enter its bucket at once; else it would be parked.
   bool goesNow(std::int64_t id) const;
   // Appends to `ready` what may now enter the buckets, in order. What is parked is kept as it is given: the caller
   // copies it if its memory may change. An id beyond its expected count goes to the surplus.
   void arrive(std::int64_t id, at::Tensor grad, std::vector<ArrivedGradient>& ready);
   // Appends the parked and missing ones, in the expected order.
   void finish(std::vector<ArrivedGradient>& ready);
-  // What came beyond the expected counts, in order of arrival. Other ranks may have other surpluses.
+  // Surplus gradients: those beyond the expected counts, in order of arrival. Other ranks may have others.
   bool hasSurplus() const { return !surplus_.empty(); }
   std::vector<ArrivedGradient> takeSurplus() { return std::exchange(surplus_, {}); }
 

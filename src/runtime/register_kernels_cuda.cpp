@@ -19,14 +19,14 @@
 namespace dc::cuda {
 namespace {
 
-// Elements one after the other, as they are: a gradient may be an expanded number, or conjugated when it is read.
+// True if the elements are contiguous and stored as their values: a gradient may be expanded, or lazily conjugated.
 bool plain(const CopyPart& part) {
   return part.from.is_contiguous() && part.to.is_contiguous() && !part.from.is_conj() && !part.from.is_neg();
 }
 
 constexpr std::size_t kWord = 16;  // bytes that a thread moves at once
 
-// A launch costs the host a fifth less than cudaMemcpyAsync does; beyond this size nobody would notice.
+// A kernel launch costs the host a fifth less than cudaMemcpyAsync; above this size the difference is negligible.
 constexpr std::size_t kMovedByKernel = 4 << 20;
 
 std::size_t wordsOf(const CopyPart& part) { return part.to.nbytes() / kWord; }

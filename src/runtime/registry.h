@@ -22,11 +22,11 @@ struct GatheredParam {
   at::Tensor tensor;          // true shape
   Event ready;                // passes when the gather is complete
   std::int64_t caller = 0;    // the stream that its memory was taken on (currentStream)
-  bool waited = false;        // someone was ordered after it
+  bool waited = false;        // a caller was ordered after `ready`
   bool valid = true;          // the shard has not changed since
   std::uint32_t version = 0;  // of the shard, when it was gathered
-  bool in_place = false;      // it is the shards themselves
-  bool let_go = false;        // nobody keeps it; as it costs nothing it may be taken up again
+  bool in_place = false;      // its memory is the shards themselves
+  bool let_go = false;        // released. Only copies in place, which cost nothing, stay registered then, for reuse
 };
 
 class DSParamRegistry {
@@ -42,14 +42,14 @@ class DSParamRegistry {
   // In order of registration.
   const std::vector<std::int64_t>& getIds() const { return ids_; }
   void setPersistent(std::int64_t ds_id, bool persistent) { entry(ds_id).param.setPersistent(persistent); }
-  // What was read in place is not there any more.
+  // Copies in place become invalid.
   void offload(std::int64_t ds_id);
   void reload(std::int64_t ds_id) { entry(ds_id).param.reload(); }
 
   // Gathered copies, at most one per dtype. A new copy replaces the one of the same dtype.
   GatheredParam& registerGatheredParam(std::int64_t ds_id, at::Tensor ds_tensor);
   void unregisterGatheredParam(std::int64_t ds_id);
-  // All but those that were let go of.
+  // Whether there is a copy that was not released.
   bool hasGatheredParam(std::int64_t ds_id) const;
   const at::Tensor& getGatheredParam(std::int64_t ds_id) const;
   GatheredParam* findGathered(std::int64_t ds_id, at::ScalarType dtype);
@@ -58,7 +58,7 @@ class DSParamRegistry {
   // Validity of all copies of a parameter; false where there is none.
   void setValid(std::int64_t ds_id, bool valid);
   bool isValid(std::int64_t ds_id) const;
-  // True when the shard is as it was when `copy` was gathered and nobody has invalidated the copy.
+  // True if the shard has not changed since `copy` was gathered, and the copy was not invalidated.
   bool isCurrent(std::int64_t ds_id, const GatheredParam& copy) const;
   static std::uint32_t versionOf(const at::Tensor& shard);
 

@@ -31,7 +31,7 @@ int usableCores() {
   return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
-// Host memory to host memory: a worker would only move the same copy to another core, so only if it is asked for.
+// For copies from host memory to host memory, which a worker would only move to another core: a worker only on request.
 CpuStreamMode copyMode() {
   return Environment::read().cpu_stream == "worker" ? CpuStreamMode::Worker : CpuStreamMode::Inline;
 }
@@ -69,8 +69,8 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
       watchdog_(makeWatchdog()),
       gather_stream_(makeStream("gather", mode_)),
       reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeStream("reduce", mode_)),
-      // A gradient's memory may be used for something else as soon as reduce_grad has returned, so it is copied in the
-      // caller's order.
+      // The caller may reuse a gradient's memory as soon as reduce_grad has returned, so it is copied in the caller's
+      // order.
       copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
       offload_stream_(makeStream("offload", copyMode())),
       reload_stream_(makeStream("reload", copyMode())),
@@ -123,8 +123,8 @@ void Runtime::giveUp(const std::string& what, const std::string& why) {
   abortChannels();
 }
 
-// Ending a communicator tells its own kernels to end and then waits for the whole device, so for the kernels of the
-// other one: both are told before either has waited.
+// Aborting a communicator tells its kernels to end and then waits for the whole device, so also for the kernels of the
+// other communicator. So both are told to end before either waits.
 void Runtime::abortChannels() {
   std::thread other([gather = channels_.gather] {
     try {
@@ -147,7 +147,7 @@ void Runtime::setTimeouts() {
   }
 }
 
-// What the ranks' configurations must have in common for their collectives to match.
+// The parts of the configuration that must be the same on all ranks for their collectives to match, as text.
 std::string Runtime::facts() const {
   const Config& config = context_->config;
   return concat("configuration: pre_div_reduce ", config.pre_div_reduce, ", debug ", config.debug,
@@ -234,7 +234,7 @@ void Runtime::registerZ3Param(std::int64_t ds_id, const std::vector<std::int64_t
            persistent, options);
 }
 
-// A graph may be registered before its parameters; what is there by now must be of the right stage.
+// A graph may be registered before its parameters. Those that are registered already must be of the right stage.
 void Runtime::checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const {
   for (const std::int64_t id : ds_ids) {
     check(!registry_->hasParam(id) || registry_->getParam(id).isPartitioned() == partitioned, [&] {
@@ -293,7 +293,7 @@ void Runtime::ensureAgreed() {
     return;
   }
   checkOpen();
-  // On this thread, while the streams are idle: a disagreement must not poison them.
+  // Runs on this thread while the streams are idle, because an exception on a stream would poison it.
   gather_stream_->synchronize(context_->deadline());
   try {
     agreeOnRegistration(*channels_.control, *registry_, executors_, facts());
@@ -406,7 +406,7 @@ void Runtime::startBackward(bool update, bool settle_later) {
   settleTogether();
   update_pending_ = update_pending_ || update;
   if (context_->device_order) {
-    // Gradients come to need the memory. A device's allocator has it again at once; pages of a host would be made anew.
+    // In the backward gradients need the memory. On a device freeing it is cheap; on a host new pages cost page faults.
     pool_->limitIdle(std::min(most_idle_, BufferPool::kInitialLimit));
   }
   for (const auto& [graph_id, executor] : executors_) {
@@ -419,7 +419,7 @@ void Runtime::settleTogether() {
   if (!context_->unsettled->pending()) {
     return;
   }
-  std::map<std::int64_t, CustomOpExecutor*> in_order;  // settling may need all ranks
+  std::map<std::int64_t, CustomOpExecutor*> in_order;  // the same order on all ranks: settling may be a collective
   for (const auto& [graph_id, executor] : executors_) {
     in_order[graph_id] = executor.get();
   }
@@ -441,7 +441,7 @@ void Runtime::freeGathered(std::int64_t ds_id) {
   const DSParam& param = registry_->getParam(ds_id);
   for (const GatheredParam& copy : registry_->gatheredCopies(ds_id)) {
     if (copy.let_go) {
-      continue;  // it belongs to those who read it, and its memory is the shards'
+      continue;  // a copy in place: readers may hold it, and its memory is the shards'
     }
     releaseStorage(copy.tensor,
                    concat(param.describe(), " is read after its gathered copy was invalidated (", context_->place,
@@ -549,7 +549,7 @@ void Runtime::close() {
       stream->synchronize(context_->deadline());
     } catch (const std::exception& error) {
       log(LogLevel::Warning, concat("while cleaning up ", context_->place, ": ", error.what()));
-      if (context_->device_order) {  // what hangs on a device would hang whoever waits for it next
+      if (context_->device_order) {  // work that hangs on a device would block every later wait
         abortChannels();
       }
     }

@@ -22,13 +22,13 @@
 
 namespace dc {
 
-// The channels of a runtime. Where both are the same object, gathers and reductions share a stream: on one channel all
-// ranks must run everything in one order.
+// The channels of a runtime. If `gather` and `reduce` are the same object, gathers and reductions share a stream,
+// because on one channel all ranks must run all operations in one order.
 struct Channels {
   std::shared_ptr<Communicator> gather;
   std::shared_ptr<Communicator> reduce;
-  // For agreements, apart from the others where possible: a rank that agrees alone waits, and disturbs nothing. Null:
-  // the gather channel.
+  // For agreements; separate if possible, so that a rank that waits there alone does not disturb gathers and
+  // reductions. Null: the gather channel.
   std::shared_ptr<Communicator> control = nullptr;
 };
 
@@ -40,7 +40,7 @@ struct ParamOptions {
 class Runtime {
  public:
   // Parameters live on `device`. `local_ranks` is the number of ranks on this host, which share its cores. `roll_call`
-  // (may be empty) says which ranks do not answer; for messages, when an operation did not end.
+  // (may be empty) returns which ranks do not answer, for the message when an operation did not end.
   Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shared_ptr<Context> context, Channels channels,
           std::int64_t initial_reduce_bucket_size, int local_ranks, at::Device device = at::kCPU,
           std::function<std::string()> roll_call = {});
@@ -61,21 +61,22 @@ class Runtime {
   void registerGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
 
   void setPersistent(std::int64_t ds_id);
-  // A frozen parameter (ZeRO-3) gets a place for its gradient, or a trained one loses it. Between steps; the ranks
-  // agree on it at the next start_forward.
+  // Gives a frozen ZeRO-3 parameter a gradient buffer, or takes it from a trained one. Called between steps; the ranks
+  // compare at the next start_forward.
   void setGradBuffer(std::int64_t ds_id, at::Tensor grad_buffer, std::optional<at::ScalarType> reduce_dtype);
   // See GradientReducer::plan.
   void planReductions(std::int64_t graph_id, std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = 2);
-  // Between backwards: what was accumulated of these parameters since the last update is thrown away, so that the next
-  // backward begins a sum. Gradients that the shards show are the caller's to clear. All ranks call it.
+  // Discards what was accumulated for these parameters since the last update, so that the next backward begins a new
+  // sum. The caller must clear shard.grad itself. All ranks call it, between backwards.
   void discardGradients(const std::vector<std::int64_t>& ds_ids);
-  // After an update: gradients that nobody holds take no memory until the next backward makes them.
+  // After an update: frees the memory of gradient buffers to which the program holds no reference, until the next
+  // backward.
   void letGradientsGo();
-  // See BufferPool::limitIdle; of memory for gathered parameters.
+  // See BufferPool::limitIdle; for the memory of gathered parameters.
   void limitIdleMemory(std::int64_t bytes);
   // See Context::small_together.
   void gatherSmallTogether(bool together);
-  // The peak of gathered bytes counts from now on, and what the pool holds by it.
+  // Restarts the peak of gathered bytes, up to which the pool keeps memory.
   void resetGatheredPeak() {
     pool_->resetCounts();
     pool_->forgetMost();
@@ -83,36 +84,36 @@ class Runtime {
   void startForward();
   // See CustomOpExecutor::holdShards; after startForward.
   void holdShards(bool hold);
-  // Returns when every rank has done with what it read of shards in place. All ranks call it.
+  // Returns when every rank has finished its reads in place. All ranks call it.
   void endReads();
-  // While true no wait belongs to a step, so none has the longer deadline of the first one. The same on all ranks.
+  // While true, waits have the normal deadline, not the longer one of the first step. The same on all ranks.
   void setOutsideStep(bool outside);
   void endForward();
-  // With `settle_later` a backward that no update follows ends without a wait for its reductions: the next backward, a
-  // read of a gradient of a ZeRO-3 shard, or settle() waits for them. The same on all ranks.
+  // With `settle_later` a backward that no update follows ends without waiting for its reductions: the next backward, a
+  // read of a ZeRO-3 shard's gradient, or settle() waits for them. The same on all ranks.
   void startBackward(bool update, bool settle_later = false);
-  // Waits for the reductions that backwards have left running. On this rank alone, so an error when some rank had more
-  // gradients than expected, which only the next backward can put in order.
+  // Waits for the reductions that backwards have left running. May be called by one rank alone; therefore an error if
+  // some rank had surplus gradients, which need a collective (the next backward reduces them).
   void settle();
   void enableProfiling(bool enable) { context_->profiling = enable; }
   bool isProfiling() const { return context_->profiling; }
   // Forgets all graphs and gathered parameters; the parameters stay.
   void reset();
-  // The next gather of the parameter travels again, persistent or not. Frees what was gathered.
+  // Frees the parameter's copies, so that the next read gathers again, persistent or not.
   void invalidateGatheredParam(std::int64_t ds_id);
   void clearAllGatheredParams();
 
-  // The sum over all ranks, in place and in the caller's order. A collective; behind the reductions in flight.
+  // Sums over all ranks, in place and in the caller's order. A collective; runs after the reductions in flight.
   void sumOverRanks(const at::Tensor& tensor);
 
-  // Waits for what is in flight and lets go of everything. Errors of work in flight are logged, not thrown.
+  // Waits for work in flight and frees everything. Errors of work in flight are logged, not thrown.
   void close();
 
-  // All ranks have registered the same; cheap when nothing was registered since the last call. Lock held.
+  // Throws unless all ranks have registered the same. Cheap if nothing was registered since the last call. Lock held.
   void ensureAgreed();
   bool agreed() const { return agreed_; }
 
-  // Gives the communicators the timeout now in force: longer until the first step has ended.
+  // Tells the communicators the present timeout, which is longer until the first step has ended.
   void setTimeouts();
 
   Context& context() { return *context_; }
@@ -124,7 +125,7 @@ class Runtime {
   BufferPool& pool() { return *pool_; }
   const HostCopies& hostCopies() const { return *host_copies_; }
   const std::shared_ptr<StateOffload>& states() const { return states_; }
-  // Whether moving states to the host frees memory of the device (or is to be done all the same, for tests).
+  // Whether moving states to the host frees memory of the device (or is simulated on a CPU, for tests).
   bool hostIsApart() const;
   const std::shared_ptr<Stream>& reduceStream() const { return reduce_stream_; }
   const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
@@ -140,14 +141,14 @@ class Runtime {
   void addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> executor);
   void checkGraphIds(std::int64_t graph_id, const std::vector<std::int64_t>& ds_ids, bool partitioned) const;
   void freeGathered(std::int64_t ds_id);
-  // By all ranks together; lock held.
+  // Called by all ranks; lock held.
   void settleTogether();
   void forgetGraphs();
   void checkOpen() const;
   std::string facts() const;
   std::shared_ptr<Watchdog> makeWatchdog();
   std::shared_ptr<Stream> makeStream(const char* name, CpuStreamMode cpu_mode) const;
-  // An operation did not end: whatever is asked of the runtime from now on fails with this.
+  // Called when an operation did not end: every later call of the runtime fails with this error.
   void giveUp(const std::string& what, const std::string& why);
   void abortChannels();
 
@@ -158,7 +159,7 @@ class Runtime {
   const std::shared_ptr<DSParamRegistry> registry_;
   const at::Device device_;
   const std::shared_ptr<BufferPool> pool_;
-  std::int64_t most_idle_ = BufferPool::kAll;  // of pool_; in the backwards of a device a little at most
+  std::int64_t most_idle_ = BufferPool::kAll;  // limit of pool_'s idle memory; lower in backwards on a device
   std::shared_ptr<DoubleBufferedReduceBucket> reduce_buckets_;
   const CpuStreamMode mode_;  // where the device is the CPU
   const std::function<std::string()> roll_call_;
@@ -173,7 +174,7 @@ class Runtime {
   std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;
   bool agreed_ = false;
   bool ran_forward_ = false;
-  bool update_pending_ = false;  // an update follows the last backward: what is gathered will be out of date
+  bool update_pending_ = false;  // an update follows the last backward, which will make all copies stale
   bool open_ = true;
 };
 

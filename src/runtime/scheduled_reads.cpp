@@ -53,7 +53,7 @@ ScheduledReads::Step ScheduledReads::atRead(const ProgramEvent& event) {
   const ScheduledEvent& next = (*schedule_)[next_];
   const std::int64_t id = params_[static_cast<std::size_t>(next.event.key.id)];
   if (id != event.key.id || next.event.key.dtype != event.key.dtype) {
-    // Compiled code reads in the order that its schedule was made for, on all ranks alike: there is no other.
+    // Compiled code always reads in the order that its schedule was made for, so a difference is an error.
     schedule_ = nullptr;
     fail("a compiled graph reads ", name_of_(event.key.id), " where its schedule has ", name_of_(id), " (", where_,
          "); please report this, with the model");

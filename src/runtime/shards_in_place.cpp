@@ -12,7 +12,7 @@
 namespace dc {
 namespace {
 
-// Null while it is offloaded: then it lies nowhere.
+// Null while the shard is offloaded.
 const void* placeOf(const DSParam& param) {
   return param.isPartitioned() && !param.isOffloaded() ? param.getDSTensor().const_data_ptr() : nullptr;
 }
@@ -31,7 +31,7 @@ ShardsInPlace::ShardsInPlace(std::shared_ptr<Communicator> comm, std::shared_ptr
 void ShardsInPlace::hold(bool hold) {
   const bool useless = joined_ && memory_.empty();
   const bool lie_so = comm_->size() == 1 ? !off_ : comm_->joinsShards();
-  // Debug mode wants memory of its own: it poisons what is released.
+  // Debug mode poisons released copies, so they must not be the shards themselves.
   const bool can = lie_so && !useless && !context_->config.debug;
   state_ = hold && can && !context_->profiling ? State::Held : State::Off;
 }
@@ -45,7 +45,7 @@ bool ShardsInPlace::whereTheyWere() const {
   return true;
 }
 
-// Each rank says whether its shards are where they were. If not all are, all join them anew.
+// The ranks exchange whether their shards have moved. If any has, all ranks join them again.
 void ShardsInPlace::meet() {
   const bool same = joined_ && whereTheyWere();
   const auto all_same = std::make_shared<bool>(true);

@@ -1,12 +1,11 @@
-// Gathers that move nothing: where the ranks' shards can be had under adjacent addresses (Communicator::joinShards) a
-// parameter is read where its shards lie. One rank's shard is the parameter.
+// Reads in place, which move nothing: if the ranks' shards can be mapped at adjacent addresses
+// (Communicator::joinShards), that mapping is the whole parameter. With one rank the shard is the parameter.
 //
-// That is only right while no rank changes a shard, so the program has to say when: from hold() until the backward
-// before an update has ended. At the first read in that time the ranks meet, so that all have done with what they
-// changed before; end() lets them meet again, so that all have done with their reads. In between nobody waits for
-// anybody.
+// This is only correct while no rank changes a shard, so the program must promise that: from hold() until the backward
+// before an update has ended. There are two barriers. At the first read all ranks have finished their earlier changes
+// of shards; at end() all ranks have finished their reads. In between no rank waits for another.
 //
-// Not synchronized: the runtime's lock guards it. All ranks hold, read and end alike.
+// Not synchronized: the runtime's lock guards it. All ranks call hold(), place() or find(), and end() alike.
 #pragma once
 
 #include <cstddef>
@@ -31,28 +30,28 @@ class ShardsInPlace {
   ShardsInPlace(std::shared_ptr<Communicator> comm, std::shared_ptr<Stream> stream, std::shared_ptr<Context> context,
                 std::shared_ptr<DSParamRegistry> registry, std::vector<std::int64_t> ids);
 
-  // Nobody changes a shard until end(). Again in every forward: the ranks then meet again. False: reads are gathers
-  // again; what was read in place may still be read until end().
+  // True: no rank changes a shard until end(); called in every forward, each followed by a barrier. False: later reads
+  // gather again, but earlier copies in place may be read until end().
   void hold(bool hold);
-  // Where the whole parameter lies; null where it has to be gathered. May meet the other ranks.
+  // The address of the whole parameter; null if it has to be gathered. May wait for the other ranks.
   const void* place(std::int64_t ds_id, at::ScalarType dtype);
-  // The same, kept in memory for as long as somebody has it.
+  // The same as a shared pointer, which keeps the mapping alive.
   std::shared_ptr<std::byte> find(std::int64_t ds_id, at::ScalarType dtype);
-  // True between hold() and end(), where parameters can be read in place.
+  // True between hold() and end(), if parameters can be read in place.
   bool holding() const { return state_ != State::Off; }
-  // Shards may change once this stream has done what is on it.
+  // Shards may change after the work that is now on `stream_`.
   void end();
 
  private:
   enum class State {
     Off,
-    Held,  // nobody has read yet
-    Met,
+    Held,  // no read yet
+    Met,   // after the barrier of the first read
   };
   void meet();
-  // Of several ranks' shards; null where they are not joined.
+  // The mapping of several ranks' shards; null if they are not joined.
   std::shared_ptr<std::byte> joined(std::int64_t ds_id, at::ScalarType dtype);
-  // The only rank's shard; null where it does not lie there as the whole parameter.
+  // The only rank's shard; null if it is not the whole parameter in this dtype.
   const at::Tensor* ofOneRank(std::int64_t ds_id, at::ScalarType dtype) const;
   bool whereTheyWere() const;
 

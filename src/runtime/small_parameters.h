@@ -1,6 +1,6 @@
-// Small parameters that held steps have gathered by copying. From then on the first gather of such a step takes all of
-// them along, and they stay until its end: one meeting of the ranks instead of one for each. The ranks gather the same,
-// so they know the same.
+// Small parameters that steps with holdShards have gathered by copying. The first gather of a later such step gathers
+// all of them, and they stay until its end: one collective instead of one for each. All ranks gather the same
+// parameters, so this list is the same on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace dc {
 
 class SmallParameters {
  public:
-  // A held step begins, or its reads have ended.
+  // Called when a step with holdShards begins, or its reads have ended.
   void begin() { gathered_ = false; }
-  // True at the first gather of a held step.
+  // True at the first gather of the step.
   bool firstGather() { return !std::exchange(gathered_, true); }
-  // Of `bytes`, gathered by copying: may be taken along from the next step on.
+  // Notes a parameter of `bytes` that was gathered by copying, to be gathered with the others from the next step on.
   void note(const CopyKey& key, std::int64_t bytes) {
     if (bytes <= kSmallBytes && bytes_ + bytes <= kTogetherBytes &&
         stays_.try_emplace({key.id, key.dtype}, false).second) {
@@ -25,14 +25,14 @@ class SmallParameters {
     }
   }
   bool mayNote(std::int64_t bytes) const { return bytes <= kSmallBytes && bytes_ + bytes <= kTogetherBytes; }
-  // Calls `take` for each that does not stay yet; from a true answer on it stays.
+  // Calls `take` for each parameter that does not stay yet; if it returns true the parameter stays.
   template <typename Take>
   void stay(Take take) {
     for (auto& [key, stays] : stays_) {
       stays = stays || take(CopyKey{key.first, key.second});
     }
   }
-  // Calls `leave` for each that stays; it stays no longer.
+  // Calls `leave` for each parameter that stays; then none stays.
   template <typename Leave>
   void end(Leave leave) {
     for (auto& [key, stays] : stays_) {

@@ -20,7 +20,7 @@ StateOffload::StateOffload(at::Device device, std::shared_ptr<Stream> offload_st
       context_(std::move(context)) {}
 
 void StateOffload::set(std::int64_t id, std::vector<at::Tensor> tensors, std::string name) {
-  States before;  // goes when the lock has: the last owner of a tensor of Python's needs the interpreter
+  States before;  // destroyed after the lock is released: freeing the last reference to a Python tensor takes the GIL
   const std::lock_guard lock(context_->mutex);
   const auto found = states_.find(id);
   if (found != states_.end()) {
@@ -62,7 +62,7 @@ void StateOffload::start(States& states, Place towards) {
           leaving ? copyToHost(tensor, Holder::Caller, *offload_stream_, *copies_, *context_, what)
                   : copyToDevice(tensor, device_, Holder::Caller, states.on_host, *reload_stream_, *context_, what));
     }
-  } catch (...) {  // there is no memory: the states stay what they are
+  } catch (...) {  // out of memory: the states stay where they are
     drop(states);
     throw;
   }

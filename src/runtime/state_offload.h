@@ -1,10 +1,10 @@
-// An optimizer's states on their way between the device and the host, by parameter.
+// Moves an optimizer's states between the device and the host, by parameter.
 //
-// A state keeps its identity: the tensor that the optimizer holds is, at any time, one on the device or one in host
-// memory. So whoever reads it in between finds its values, on the host after settle(), and the optimizer, which needs
-// it on the device, asks for it first. Memory goes back in the order of the caller's stream, so forward, backward and
-// update run on one, or on some that wait for each other. What each call does follows from where a state is, so that a
-// schedule that is interrupted, runs twice or does not fit what the program does costs time and never a value.
+// A state keeps its identity: the optimizer's tensor object is, at any time, on the device or in host memory. So other
+// code can read its values at any time, on the host after settle(); the optimizer, which needs it on the device, calls
+// require() first. Memory is freed in the order of the caller's stream, so forward, backward and update must run on one
+// stream, or on streams that wait for each other. Each call depends on where a state is and not on earlier calls. So a
+// schedule that is interrupted, repeated or does not fit the program costs time but never loses a value.
 #pragma once
 
 #include <cstdint>
@@ -30,29 +30,28 @@ class StateOffload {
   StateOffload(at::Device device, std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,
                std::shared_ptr<HostCopies> copies, std::shared_ptr<Context> context);
 
-  // The tensors that parameter `id` has for states; an empty list forgets it. Tensors that it has already stay where
-  // they are; others may be on the device or, all of them, on the host. `name` is the parameter's, for messages.
+  // Sets the state tensors of parameter `id`; an empty list forgets it. Tensors that are known already stay where they
+  // are; new ones may be on the device or, all of them, on the host. `name` is the parameter's, for messages.
   void set(std::int64_t id, std::vector<at::Tensor> tensors, std::string name);
 
-  // The moves of one point of the schedule, in their order; parameters without states are passed over.
-  // `leave` starts copying to the host what is on the device, which may be read meanwhile, but not written. What is on
-  // its way back turns round: the host still has it.
-  // `free`: what has started to leave is on the host from now on, in the caller's order, and takes no memory on the
-  // device.
-  // `fetch` starts copying back what is on the host. Nothing while returns are not allowed: within an accumulation,
-  // where a compiled graph that brings states back for its update runs again before it.
+  // The moves of one point of the schedule, in this order; parameters without states are skipped.
+  // `leave` starts D2H for states on the device, which may be read meanwhile, but not written. For a state that is
+  // being reloaded it cancels the reload, since the host still has it. `free`: states for which `leave` was called are
+  // on the host from now on, in the caller's order, and their device memory is freed. `fetch` starts H2D for states on
+  // the host. It does nothing while returns are not allowed: within an accumulation a compiled graph that reloads
+  // states for the update runs several times before it.
   void move(const StateMoves& moves);
   // The same with the runtime's lock held, which all other calls take.
   void moveLocked(const StateMoves& moves);
   void allowReturns(bool allowed);
-  // The states are on the device and may be written, in the caller's order, wherever they were.
+  // Puts the states on the device, wherever they were; in the caller's order they may be written.
   void require(at::IntArrayRef ids);
-  // Ends what is under way; the host may read, and write, all states when it returns.
+  // Waits for all moves. When it returns, the host may read and write all states.
   void settle();
 
   // Bytes of states that are on the host.
   std::int64_t bytesAway() const;
-  // The parameters whose states may not be written: they are on the host or under way.
+  // The parameters whose states may not be written, because they are on the host or being moved.
   std::vector<std::int64_t> away() const;
 
  private:
@@ -60,19 +59,19 @@ class StateOffload {
   struct States {
     std::string name;
     std::vector<at::Tensor> tensors;  // the optimizer's own objects
-    std::vector<Moved> copies;        // while they leave or return: where to
+    std::vector<Moved> copies;        // the destinations while they are being moved
     Place place = Place::Device;
-    Event on_host;  // of the copies that brought them there
+    Event on_host;  // passes when the host copies are complete
   };
 
   void leave(at::IntArrayRef ids);
   void free(at::IntArrayRef ids);
   void fetch(at::IntArrayRef ids);
   void start(States& states, Place towards);
-  // In the caller's order behind the copies: they are not wanted.
+  // Orders the caller after the copies and discards them.
   void drop(States& states);
-  // In the caller's order behind the copies: the states become them, or, where they had started to leave and are wanted
-  // after all, stay what they are.
+  // Orders the caller after the copies and makes them the states; with `stay` discards them, because the states are
+  // needed where they are.
   void arrive(States& states, bool stay = false);
 
   const at::Device device_;

@@ -1,4 +1,4 @@
-// What a runtime did, in numbers. Written by any thread, read by dc.stats().
+// Counters of a runtime. Written by any thread, read by dc.stats().
 #pragma once
 
 #include <atomic>

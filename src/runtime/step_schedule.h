@@ -1,4 +1,4 @@
-// What shall happen at each event of a step: the planner's decisions as a table that the runtime follows.
+// What to do at each event of a step: the planner's decisions as a table that the runtime follows.
 //
 // Parameters are known by the ids that they were registered with, copies by id and dtype. A schedule is data: a new one
 // takes effect at the next step, and nothing is compiled for it.
@@ -19,7 +19,7 @@ struct CopyKey {
   bool operator==(const CopyKey&) const = default;
 };
 
-// What the program tells the runtime, in its order, where a collective may be needed or started.
+// What the program tells the runtime, in program order, at points where a collective may be needed or started.
 struct ProgramEvent {
   enum class Kind : std::uint8_t {
     Read,        // a module reads its parameter, or a backward what autograd saved of it
@@ -32,11 +32,11 @@ struct ProgramEvent {
   bool operator==(const ProgramEvent&) const = default;
 };
 
-// Optimizer states on their way, by parameter; in this order.
+// Moves of optimizer states, by parameter; in this order.
 struct StateMoves {
-  std::vector<std::int64_t> leave = {};  // start the copy to the host
+  std::vector<std::int64_t> leave = {};  // start D2H
   std::vector<std::int64_t> free = {};   // free the device copy
-  std::vector<std::int64_t> fetch = {};  // start the copy back
+  std::vector<std::int64_t> fetch = {};  // start H2D
   bool empty() const { return leave.empty() && free.empty() && fetch.empty(); }
   bool operator==(const StateMoves&) const = default;
 };

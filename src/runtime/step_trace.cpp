@@ -48,8 +48,8 @@ std::int64_t StepTrace::now() {
       .count();
 }
 
-// The host may be kept from looking at its clock when the device has passed the moment: of a few tries the quickest
-// counts.
+// Matches the two clocks. The host thread may be descheduled between the event and its look at the clock, so of a few
+// tries the quickest counts.
 StepTrace::Moment StepTrace::matchedClocks() const {
   Moment matched;
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max();

@@ -1,9 +1,9 @@
-// What happened in a step: one append-only log of the program's events and of what ran on the channels, with times.
+// An append-only log of a step: the program's events and the collectives on the channels, with times.
 //
-// Everything that looks at a step is a view of this log: the measurements behind a plan, `deepcompile.record()`, and
-// the trace for Perfetto. There may be several readers at once; each gets what was logged since it began. While there
-// is none, an event costs one relaxed load; else two or three moments and an append. On a device a moment is an event
-// of the current stream, turned into nanoseconds when a reader stops: tracing never waits for the device.
+// Measurements for plans, `deepcompile.record()` and traces for Perfetto are views of this log. There may be several
+// readers at once; each gets what was logged since it began. Without readers an event costs one relaxed load; else two
+// or three moments and an append. On a device a moment is an event of the current stream, converted to nanoseconds when
+// a reader stops, so logging never waits for the device.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace dc {
 
-// A point of an event on a device, whose time is known when the device has passed it.
+// An event of a device's stream, whose time is known when the device has passed it.
 class DeviceTime;
 
 struct TraceEntry {
@@ -30,7 +30,7 @@ struct TraceEntry {
     Group,        // one of the parameters that a leaf module asks for at once; all of them have the same start
     Release,      // the memory of a gathered copy went back; an instant
     Gradient,     // a gradient is handed over
-    EndBackward,  // with what had to be waited for; `id` is -1
+    EndBackward,  // the end of a backward, with its waits; `id` is -1
     BeginGraph,   // a compiled graph begins to run; an instant; `id` is -1
     // The channels, from any thread. `id` is the first parameter's, `bytes` are those of all of them.
     Gather,
@@ -57,7 +57,7 @@ class StepTrace {
     std::shared_ptr<DeviceTime> device = nullptr;
     explicit operator bool() const { return host != 0 || device != nullptr; }
   };
-  // A reader: the place in the log from which on it reads. Every start is followed by a stop or a drop.
+  // A reader: the place in the log from which it reads. Every start must be followed by a stop or a drop.
   using Reader = std::int64_t;
   // A trace that no reader stops must not grow for ever: beyond this the oldest entries go.
   static constexpr std::size_t kMostEntries = std::size_t{1} << 20;
@@ -76,18 +76,18 @@ class StepTrace {
   void useDevice(at::Device device) { device_ = device; }
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  // True while a reader wants to know when copies are released: then none is kept to be handed out again.
+  // True while a reader wants releases of copies. Then released copies in place are not kept for reuse.
   bool wantsReleases() const { return wants_releases_.load(std::memory_order_relaxed); }
   Reader start(bool releases = false);
   // What was logged since `reader` began. Iterations and micro-batches count from its first entry. On a device it waits
   // for what was launched.
   Taken stop(Reader reader);
-  // The reader wants nothing. Waits for nothing.
+  // Removes the reader without waiting.
   void drop(Reader reader);
 
-  // The moment now, where something is traced. On a device: when the current stream has come this far.
+  // The present moment if there is a reader. On a device: an event recorded on the current stream.
   Moment moment() const;
-  // `entry` began at `start` and ends now. Does nothing where `start` was not traced: what began before is left out.
+  // Logs `entry`, which began at `start` and ends now. Does nothing if there was no reader at `start`.
   void add(TraceEntry entry, const Moment& start) { addRead(entry, start, Moment(), -1); }
   // The same for a read, launched at `launched`. `version` of the shard tells iterations apart.
   void addRead(TraceEntry entry, const Moment& start, const Moment& launched, std::int64_t version);

@@ -1,4 +1,4 @@
-// Storage that says why it cannot be read, instead of handing out a null pointer.
+// Makes a storage throw an error with a reason when its data is read, instead of returning a null pointer.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ inline void guardStorage(c10::StorageImpl& storage, std::string message) {
 template <typename Storage>
 concept Unguardable = requires(Storage storage) { storage.clear_data_ptr_access_error_msg_(); };
 
-// For storage whose data comes back: guarded only where the guard can be taken off.
+// For storage whose data will come back: guards it only if this PyTorch can remove the guard again.
 template <typename Storage>
 void guardUntilReturn(Storage& storage, std::string message) {
   if constexpr (Unguardable<Storage>) {

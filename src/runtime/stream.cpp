@@ -110,7 +110,7 @@ class InlineStream final : public Stream {
   bool followsCaller() const override { return true; }
 
  private:
-  std::mutex order_;  // several threads may give work; it still runs one after the other
+  std::mutex order_;  // several threads may give work; it runs one at a time
   std::uint64_t given_ = 0;
   const std::shared_ptr<Progress> progress_;
 };
@@ -124,7 +124,7 @@ class WorkerStream final : public Stream {
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
-      queue_.clear();  // whoever needs the work to have run synchronizes first
+      queue_.clear();  // drops pending work: an owner that needs it synchronizes first
     }
     given_work_.notify_one();
     if (owner_.isThis()) {

@@ -1,8 +1,8 @@
 // Streams and events: the order of asynchronous work, the same interface for every device.
 //
-// A stream runs work in the order in which it was given. An event marks a point of a stream; whoever waits for it is
-// ordered after everything the stream was given before the event was recorded. On CPU the calling thread is the compute
-// stream, so waiting blocks it (with a deadline); a device stream only enqueues the dependency.
+// A stream runs work in the order of run(). An event marks a point of a stream; a waiter is ordered after all work that
+// the stream was given before the event was recorded. On CPU the calling thread is the compute stream, so waiting
+// blocks it (with a deadline); a device stream only enqueues the dependency.
 //
 // Failure: when work throws, the stream is poisoned. Its later work is skipped, and every event recorded from then on
 // rethrows the first error at the wait that depends on it. A poisoned stream never recovers: after a failed collective
@@ -40,7 +40,7 @@ class Event {
   explicit Event(std::shared_ptr<const EventState> state) : state_(std::move(state)) {}
 
   bool passed() const { return state_ == nullptr || state_->passed(); }
-  // True when there is nothing to wait for and no error to hear of.
+  // True if there is nothing to wait for and wait() would not throw.
   bool trivial() const { return state_ == nullptr; }
   void wait(Deadline deadline) const {
     if (state_ != nullptr) {
@@ -63,15 +63,15 @@ class Stream {
   // called at once and enqueues; it starts after what the caller's current stream was given before, and what it
   // captures lives until the device has done it.
   virtual void run(Work work) = 0;
-  // The same for work that waits for other ranks: where nobody waits for it on the host, a watchdog sees that it ends,
-  // and says `what` it was when it does not.
+  // The same for work that waits for other ranks. On a device, where no host thread waits for it, a watchdog enforces
+  // the deadline and reports `what` if it does not end.
   virtual void runWatched(Work work, Describe what) { run(std::move(work)); }
   virtual Event record() = 0;
   // Work given from now on starts after `event`. An event that fails, or does not pass before the deadline, poisons.
   virtual void wait(const Event& event, Deadline deadline) = 0;
   // Blocks the caller until all work given so far has run; throws like Event::wait.
   virtual void synchronize(Deadline deadline) = 0;
-  // True when work runs in the caller's own order, so that memory it reads may be freed when run() has returned.
+  // True if work runs in the caller's own order, so that memory that it reads may be freed when run() has returned.
   virtual bool followsCaller() const { return false; }
 };
 

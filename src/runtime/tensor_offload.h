@@ -1,4 +1,4 @@
-// Activations on their way to host memory and back, for one graph.
+// Offloads activations to host memory and reloads them, for one graph.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace dc {
 
-// Both directions are asynchronous and ordered: a reload starts after the offload that it undoes. The copies own what
-// they read and write until they are done.
+// Both directions are asynchronous and ordered: a reload starts after the offload that it undoes. The copies keep their
+// source and destination alive until they are done.
 class TensorOffload {
  public:
   TensorOffload(std::shared_ptr<Stream> offload_stream, std::shared_ptr<Stream> reload_stream,

@@ -8,8 +8,8 @@ namespace {
 
 using torch::autograd::AutogradMeta;
 
-// What autograd knows of a shard, with a gradient that is settled before it is read. Writing it (`shard.grad = None`)
-// needs no settling: the reductions write to the gradient buffer, and the next one to settle publishes that.
+// Autograd metadata of a shard whose `grad` settles before it is read. Writing it (`shard.grad = None`) needs no
+// settling: reductions write to the gradient buffer, which the next settle publishes.
 struct SettlingMeta : CopiedAutogradMeta {
   SettlingMeta(AutogradMeta* before, std::shared_ptr<Unsettled> unsettled)
       : CopiedAutogradMeta(before), unsettled(std::move(unsettled)) {}

@@ -1,9 +1,8 @@
-// Reductions that a backward within an accumulation has left running, and the reads of gradients that have to wait for
-// them.
+// Pending reductions: those that a backward within an accumulation has left running.
 //
-// The next backward, the end of the accumulation and the end of the runtime settle them by themselves. A program may
-// also look at `shard.grad` in between, which no call announces: settleBeforeReads gives a shard the knowledge to
-// settle first.
+// To settle them is to wait for them and to publish their gradients. The next backward, the end of the accumulation and
+// the end of the runtime do so. A program may also read `shard.grad` in between, without any call to the runtime:
+// settleBeforeReads makes reads of `.grad` wait for pending reductions.
 #pragma once
 
 #include <atomic>
@@ -18,17 +17,18 @@ namespace dc {
 
 class Unsettled {
  public:
-  // `how` takes the runtime's lock and waits; it is called without that lock. Empty: there is nobody to ask any more.
+  // Sets the function that settles. It takes the runtime's lock, so it is called without that lock. Empty once the
+  // runtime is closed.
   void settleBy(std::function<void()> how) {
     const std::lock_guard lock(mutex_);
     how_ = std::move(how);
   }
 
   bool pending() const { return pending_.load(std::memory_order_acquire); }
-  // Lock of the runtime held.
+  // Called with the runtime's lock held.
   void setPending(bool pending) { pending_.store(pending, std::memory_order_release); }
 
-  // Waits for what is pending. Not with the runtime's lock held.
+  // Waits for pending reductions. Not to be called with the runtime's lock held.
   void settle() {
     if (!pending()) [[likely]] {
       return;
@@ -45,7 +45,7 @@ class Unsettled {
   std::function<void()> how_;
 };
 
-// From now on reading `shard.grad` settles first. `shard` is a leaf; once is enough.
+// Makes reads of `shard.grad` settle first. `shard` is a leaf. Calling it again does nothing.
 void settleBeforeReads(const at::Tensor& shard, const std::shared_ptr<Unsettled>& unsettled);
 
 }  // namespace dc

@@ -38,13 +38,13 @@ void Watchdog::serve() {
     std::optional<std::pair<std::string, std::string>> trouble;
     try {
       trouble = look();
-    } catch (const std::exception& error) {  // a device that has failed says so to whoever asks it
+    } catch (const std::exception& error) {  // querying an event of a failed device throws
       trouble.emplace(watched_.empty() ? "work on the device" : watched_.front().what(), error.what());
     }
     if (trouble) {
       given_up_ = true;
       watched_.clear();
-      lock.unlock();  // telling others takes time, and whoever gives work must not wait for it
+      lock.unlock();  // the callback takes time, and callers of watch() must not wait for it
       callbacks_.stuck(trouble->first, trouble->second);
       return;
     }
@@ -52,7 +52,7 @@ void Watchdog::serve() {
 }
 
 std::optional<std::pair<std::string, std::string>> Watchdog::look() {
-  // Streams end independently of one another; within one, in order. So what has not ended may stand before what has.
+  // Work of one stream ends in order, of different streams in any order. So ended work may follow unfinished work.
   watched_.erase(std::remove_if(watched_.begin(), watched_.end(), [](const Watched& one) { return one.done.passed(); }),
                  watched_.end());
   if (watched_.empty()) {

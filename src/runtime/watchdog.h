@@ -1,8 +1,7 @@
-// Sees that work which nobody waits for on the host ends: collectives on the streams of a device.
+// Enforces deadlines of collectives on a device's streams, for which no host thread waits.
 //
-// It owns a thread that looks at the oldest unfinished work every kPeriod. When that passes its deadline, or `broken`
-// has something to say, `stuck` is called once, on the watchdog's thread, with a message; from then on nothing is
-// watched.
+// It owns a thread that checks the oldest unfinished work every kPeriod. If that has passed its deadline, or `broken`
+// reports an error, the thread calls `stuck` once, with a message, and stops watching.
 #pragma once
 
 #include <chrono>
@@ -21,11 +20,11 @@ namespace dc {
 class Watchdog {
  public:
   struct Callbacks {
-    // Seconds that the work given now may take.
+    // Seconds that work may take which is passed to watch() now.
     std::function<double()> timeout;
-    // What the channels report of their own accord; nothing while they are well.
+    // An error that a channel has reported asynchronously (such as NCCL's), if any.
     std::function<std::optional<std::string>()> broken;
-    // Called with `what` was under way and why it is given up.
+    // Called with the operation that did not end and the reason why it is given up.
     std::function<void(const std::string& what, const std::string& why)> stuck;
   };
 
@@ -34,9 +33,9 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Work that ends when `done` passes. Work must be given in the order in which it ends, per `done`'s stream.
+  // Watches work that ends when `done` passes. Work of one stream must be passed in the order in which it ends.
   void watch(Event done, Stream::Describe what);
-  // No callback is running or will be called when this returns. Not from a callback.
+  // When this returns, no callback is running or will be called. Not to be called from a callback.
   void stop();
 
  private:
@@ -49,7 +48,7 @@ class Watchdog {
     double seconds;
   };
   void serve();
-  // Forgets what has ended. Returns what is to be said when something will not.
+  // Removes work that has ended. Returns the arguments of `stuck` if some work has passed its deadline.
   std::optional<std::pair<std::string, std::string>> look();
 
   const Callbacks callbacks_;

@@ -81,7 +81,7 @@ void Z3CustomOpExecutor::reductionsSettled() {
   publishGradients();
 }
 
-// The user's view: shard.grad is the averaged gradient, and stays None where no rank had one.
+// Sets shard.grad to the averaged gradient; it stays None if no rank had a gradient.
 void Z3CustomOpExecutor::publishGradients() {
   for (const std::int64_t id : ds_ids_) {
     const DSParam& param = param_registry_->getParam(id);

@@ -1,4 +1,4 @@
-// ZeRO-3: parameters are sharded as well, gathered for their use and released after it.
+// ZeRO-3: parameters are sharded, too; they are gathered before their use and released after it.
 #pragma once
 
 #include <memory>
@@ -27,8 +27,8 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
                      std::shared_ptr<Context> context = nullptr);
 
   const char* stageName() const override { return stage_name_; }
-  // From now on gradients add up on each rank and travel only in the backward before an update. With parameters that
-  // stay gathered this is ZeRO-1.
+  // From now on gradients add up on each rank and are reduced only in the backward before an update. With persistent
+  // parameters this is ZeRO-1.
   void reduceAtUpdate();
 
   void startForward() override;
@@ -41,7 +41,7 @@ class Z3CustomOpExecutor : public CustomOpExecutor {
   ParameterGatherer& gatherer() { return gatherer_; }
   at::Tensor allgatherParam(std::int64_t ds_id, std::optional<at::ScalarType> dtype);
 
-  // Debug: a gather's own backward is about to reduce, however often it runs.
+  // Debug mode: lets the backward of a gather reduce, also when that backward runs several times.
   void allowReduction(std::int64_t ds_id);
 
  protected:

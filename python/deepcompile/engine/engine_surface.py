@@ -162,8 +162,8 @@ class EngineSurface:
                 )
             except Exception as error:  # raised on all ranks below, since they wait for the file
                 failure = error
-        said = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
-        dist.broadcast_object_list(said, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)
-        if said[0]:
-            raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {said[0]}") from failure
+        message = [f"{type(failure).__name__}: {failure}" if failure is not None else ""]
+        dist.broadcast_object_list(message, dist.get_global_rank(self.sharding.group, 0), group=self.sharding.group)
+        if message[0]:
+            raise RuntimeError(f"save_16bit_model: rank 0 could not write {path}: {message[0]}") from failure
         return str(path)

@@ -152,11 +152,11 @@ class StepPlanner:
         """
         device = self._sharding.runtime.device
         free = available_memory(device)
-        said = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
-        sharing = Counter(name for _, name in said)
+        texts = [text.split() for text in self._agreement.exchange(f"{free} {memory_name(device)}", "is about to plan")]
+        sharing = Counter(name for _, name in texts)
         if self._config.memory_budget is not None:
             return 0 if self._config.memory_budget == LEAST else self._config.memory_budget
-        return min(int(bytes_) // sharing[name] for bytes_, name in said)
+        return min(int(bytes_) // sharing[name] for bytes_, name in texts)
 
     def plan_step(self, outline: StepOutline) -> Step:
         """The step of these graphs, planned. A structure that was planned before needs no agreement: a rank may compile it
@@ -181,14 +181,14 @@ class StepPlanner:
         self.place_reductions()
         return step
 
-    def _agree_on_sizes(self, step: Step, what: str, said: str) -> BatchSizes:
+    def _agree_on_sizes(self, step: Step, what: str, action: str) -> BatchSizes:
         """Combines what the step's graphs need over all ranks: batches may differ, plans may not. A collective."""
         assert step.own_sizes is not None
         by_rank: list[BatchSizes] = []
-        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{step.own_sizes.text}", said)):
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{step.own_sizes.text}", action)):
             other, _, text = line.partition("\n")
             if other != what:
-                self._agreement.refuse(what, other, rank, said)
+                self._agreement.refuse(what, other, rank, action)
             by_rank.append(BatchSizes.parse(text))
         sizes = over_all(by_rank)
         sizes.put_into(step.graphs)
@@ -261,14 +261,14 @@ class StepPlanner:
         loaded = planner.load_plan(graph, step.recorded.machine, plan_text)
         step.plan = _with_larger_reductions(step_plan(loaded, step.graphs, self._metadata), self._metadata)
 
-    def _agree(self, step: Step, what: str, said: str) -> None:
+    def _agree(self, step: Step, what: str, action: str) -> None:
         """Checks that all ranks made the same plan. If one rank has none, all run without."""
         own = f"plan {step.plan.hash}" if step.plan else f"{_NO_PLAN}{step.why_not}"
         outcomes = []
-        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", said)):
+        for rank, line in enumerate(self._agreement.exchange(f"{what}\n{own}", action)):
             other, _, outcome = line.partition("\n")
             if other != what:
-                self._agreement.refuse(what, other, rank, said)
+                self._agreement.refuse(what, other, rank, action)
             outcomes.append(outcome)
         without = next((outcome for outcome in outcomes if outcome.startswith(_NO_PLAN)), None)
         if without is not None:
@@ -276,7 +276,7 @@ class StepPlanner:
             return
         for rank, outcome in enumerate(outcomes):
             if outcome != own:
-                self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, said)
+                self._agreement.refuse(f"{what}, {own}", f"{what}, {outcome}", rank, action)
 
     @property
     def plans_reductions(self) -> bool:
@@ -354,13 +354,13 @@ class StepPlanner:
 
     def median_over_ranks(self, value: float, what: str) -> float:
         """A collective, with a deadline."""
-        said = self._agreement.exchange(repr(value), what)
-        for rank, text in enumerate(said):
+        texts = self._agreement.exchange(repr(value), what)
+        for rank, text in enumerate(texts):
             try:
                 float(text)
             except ValueError:  # the other rank is at another agreement
                 self._agreement.refuse(repr(value), text, rank, what)
-        return statistics.median(map(float, said))
+        return statistics.median(map(float, texts))
 
 
 def _plan_recorded(inputs: Inputs, options: RecordedOptions) -> StepPlan:

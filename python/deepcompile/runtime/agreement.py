@@ -68,10 +68,10 @@ class Agreement:
             for rank in here:
                 self._raise_failure(rank, self._store.get(f"{number}/{rank}").decode(), what)
             missing = [rank for rank in missing if rank not in here]
-        said = [self._store.get(f"{number}/{rank}").decode() for rank in range(self._world)]
+        texts = [self._store.get(f"{number}/{rank}").decode() for rank in range(self._world)]
         if number > 0:
             self._store.delete_key(f"{number - 1}/{self._rank}")  # all ranks reached this round, so the old key is dead
-        return said
+        return texts
 
     def fail(self, error: BaseException | str) -> None:
         """Called instead of :meth:`exchange`: the other ranks raise :class:`PeerFailed` there. Does not wait for them."""
@@ -84,9 +84,9 @@ class Agreement:
         self._store.set(f"{number}/{self._rank}", text)
         return number
 
-    def _raise_failure(self, rank: int, said: str, what: str) -> None:
-        if said.startswith(_FAILED):
-            raise PeerFailed(f"rank {self._rank} {what}, and rank {rank} failed there: {said.removeprefix(_FAILED)}")
+    def _raise_failure(self, rank: int, text: str, what: str) -> None:
+        if text.startswith(_FAILED):
+            raise PeerFailed(f"rank {self._rank} {what}, and rank {rank} failed there: {text.removeprefix(_FAILED)}")
 
     def waiting_ranks(self) -> dict[int, str]:
         """The texts of ranks that have reached the next agreement, by rank; this rank has not."""
@@ -105,8 +105,8 @@ class Agreement:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def require_same(self, text: str, what: str) -> None:
-        said = self.exchange(text, what)
-        for rank, other in enumerate(said):
+        texts = self.exchange(text, what)
+        for rank, other in enumerate(texts):
             if other != text:
                 self.refuse(text, other, rank, what)
 
