@@ -72,6 +72,7 @@ class CompiledGraph:
         self._logged: set[str] = set()
         self._trace_file: TraceFile | None = None
         self._recording: recording.Recording | None = None
+        self._activations = 0  # so far; every rank counts the same
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class CompiledGraph:
         graph_id = self._sharding.graph_id
         _executing.add(graph_id)
         self._drop_readers()  # of an iteration that was interrupted
+        self._activations += 1
         if self._wants_variant():
             self._recording = recording.Recording(self._sharding, compiled=self._compiled)
         if self._trace_file is not None:
@@ -223,24 +225,28 @@ class CompiledGraph:
             _log.info("deepcompile: an order of reads that came %d times is planned as well", self._kinds[key])
 
     def _agree_on_difference(self, difference: str) -> None:
-        if self._sharding.world > 1:
-            self._agreement.require_same(
-                difference,
-                f"left the recorded order of reads ({difference}; the first one of this iteration or after it)",
-            )
-
-    def explain_failure(self, error: Exception) -> None:
-        """Raises a clearer error if another rank left the recorded order and this rank did not."""
         if self._sharding.world == 1:
             return
-        waiting = self._agreement.waiting_ranks()
-        if waiting:
-            rank, difference = next(iter(waiting.items()))
-            raise RuntimeError(
-                f"rank {rank} left the recorded order of reads alone, and rank {self._sharding.rank} did not: on rank "
-                f"{rank} {difference}. A gather needs every rank: let all ranks take the same branch, or name the module "
-                "whose parameters only some ranks use in config key 'zero_optimization.leaf_modules'"
-            ) from error
+        what = f"left the recorded order of reads ({difference}; the first one of this iteration or after it)"
+        for rank, text in enumerate(self._agreement.exchange(f"{self._activations}\n{difference}", what)):
+            _, _, other = text.partition("\n")
+            if other != difference:
+                self._agreement.refuse(difference, other, rank, what)
+
+    def explain_failure(self, error: Exception) -> None:
+        """Raises a clearer error if another rank left the recorded order and this rank did not. A rank that waits in a later
+        iteration has passed this one, so it is no reason for ``error``.
+        """
+        if self._sharding.world == 1:
+            return
+        for rank, text in self._agreement.waiting_ranks().items():
+            activations, _, difference = text.partition("\n")
+            if activations == str(self._activations):
+                raise RuntimeError(
+                    f"rank {rank} left the recorded order of reads alone, and rank {self._sharding.rank} did not: on rank "
+                    f"{rank} {difference}. A gather needs every rank: let all ranks take the same branch, or name the "
+                    "module whose parameters only some ranks use in config key 'zero_optimization.leaf_modules'"
+                ) from error
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
