@@ -67,15 +67,9 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
                                                       local_ranks, at::get_num_threads(), usableCores())),
       roll_call_(std::move(roll_call)),
       watchdog_(makeWatchdog()),
-      gather_stream_(makeStream("gather", mode_)),
-      reduce_stream_(channels_.gather == channels_.reduce ? gather_stream_ : makeStream("reduce", mode_)),
-      // The caller may reuse a gradient's memory as soon as reduce_grad has returned, so it is copied in the caller's
-      // order.
-      copy_stream_(device.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device)),
-      offload_stream_(makeStream("offload", copyMode())),
-      reload_stream_(makeStream("reload", copyMode())),
+      streams_(makeStreams()),
       host_copies_(std::make_shared<HostCopies>(device_, context_->config.offload_limit)),
-      states_(std::make_shared<StateOffload>(device_, offload_stream_, reload_stream_, host_copies_, context_)) {
+      states_(std::make_shared<StateOffload>(device_, streams_.offload, streams_.reload, host_copies_, context_)) {
   if (device_.is_cpu()) {
     keepFreedMemory();
   }
@@ -97,6 +91,18 @@ Runtime::Runtime(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::shar
 
 std::shared_ptr<Stream> Runtime::makeStream(const char* name, CpuStreamMode cpu_mode) const {
   return device_.is_cpu() ? makeCpuStream(cpu_mode, name) : makeDeviceStream(device_, name, watchdog_);
+}
+
+Streams Runtime::makeStreams() const {
+  Streams streams;
+  streams.gather = makeStream("gather", mode_);
+  streams.reduce = channels_.gather == channels_.reduce ? streams.gather : makeStream("reduce", mode_);
+  // The caller may reuse a gradient's memory as soon as reduce_grad has returned, so it is copied in the caller's
+  // order.
+  streams.copy = device_.is_cpu() ? makeStream("copy", CpuStreamMode::Inline) : makeCallerStream(device_);
+  streams.offload = makeStream("offload", copyMode());
+  streams.reload = makeStream("reload", copyMode());
+  return streams;
 }
 
 bool Runtime::hostIsApart() const { return !device_.is_cpu() || Environment::read().offload == "always"; }
@@ -210,7 +216,7 @@ void Runtime::addParam(std::int64_t ds_id, const std::vector<std::int64_t>& ds_s
                            persistent);
   DSParam& param = registry_->getParam(ds_id);
   param.setName(options.name);
-  param.setOffload(offload_stream_, reload_stream_, host_copies_, context_->config.timeout);
+  param.setOffload(streams_.offload, streams_.reload, host_copies_, context_->config.timeout);
   if (options.reduce_dtype) {
     param.setReduceDtype(*options.reduce_dtype);
   }
@@ -250,7 +256,7 @@ void Runtime::registerGraphZ1(std::int64_t graph_id, const std::vector<std::int6
   const std::lock_guard lock(context_->mutex);
   checkGraphIds(graph_id, ds_ids, /*partitioned=*/false);
   addGraph(graph_id, std::make_shared<Z1CustomOpExecutor>(process_group_, registry_, reduce_buckets_, ds_ids,
-                                                          channels_.reduce, reduce_stream_, copy_stream_,
+                                                          channels_.reduce, streams_.reduce, streams_.copy,
                                                           context_->config.pre_div_reduce, context_));
 }
 
@@ -258,7 +264,7 @@ void Runtime::registerGraphZ2(std::int64_t graph_id, const std::vector<std::int6
   const std::lock_guard lock(context_->mutex);
   checkGraphIds(graph_id, ds_ids, /*partitioned=*/false);
   addGraph(graph_id, std::make_shared<Z2CustomOpExecutor>(process_group_, registry_, reduce_buckets_, ds_ids,
-                                                          channels_.reduce, reduce_stream_, copy_stream_,
+                                                          channels_.reduce, streams_.reduce, streams_.copy,
                                                           context_->config.pre_div_reduce, context_));
 }
 
@@ -266,8 +272,8 @@ void Runtime::registerGraphZ3(std::int64_t graph_id, const std::vector<std::int6
   const std::lock_guard lock(context_->mutex);
   checkGraphIds(graph_id, ds_ids, /*partitioned=*/true);
   auto executor = std::make_shared<Z3CustomOpExecutor>(
-      graph_id, process_group_, registry_, reduce_buckets_, ds_ids, channels_.reduce, reduce_stream_, copy_stream_,
-      GatherResources{channels_.gather, gather_stream_, pool_}, context_->config.pre_div_reduce, context_);
+      graph_id, process_group_, registry_, reduce_buckets_, ds_ids, channels_.reduce, streams_.reduce, streams_.copy,
+      GatherResources{channels_.gather, streams_.gather, pool_}, context_->config.pre_div_reduce, context_);
   if (reduce_at_update) {
     executor->reduceAtUpdate();
   }
@@ -283,7 +289,7 @@ void Runtime::addGraph(std::int64_t graph_id, std::shared_ptr<CustomOpExecutor> 
   checkOpen();
   GraphTable::global().add(std::make_shared<const Graph>(
       Graph{graph_id, this, executor, dynamic_cast<Z3CustomOpExecutor*>(executor.get()),
-            std::make_shared<TensorOffload>(offload_stream_, reload_stream_, host_copies_, context_)}));
+            std::make_shared<TensorOffload>(streams_.offload, streams_.reload, host_copies_, context_)}));
   executors_.emplace(graph_id, std::move(executor));
   agreed_ = false;
 }
@@ -294,7 +300,7 @@ void Runtime::ensureAgreed() {
   }
   checkOpen();
   // Runs on this thread while the streams are idle, because an exception on a stream would poison it.
-  gather_stream_->synchronize(context_->deadline());
+  streams_.gather->synchronize(context_->deadline());
   try {
     agreeOnRegistration(*channels_.control, *registry_, executors_, facts());
   } catch (const Error&) {
@@ -384,7 +390,7 @@ void Runtime::endReads() {
   for (const auto& [graph_id, executor] : executors_) {
     executor->endReads();
   }
-  context_->await(gather_stream_->record());
+  context_->await(streams_.gather->record());
 }
 
 void Runtime::setOutsideStep(bool outside) {
@@ -528,9 +534,9 @@ void Runtime::sumOverRanks(const at::Tensor& tensor) {
     return;
   }
   runCollective(
-      *reduce_stream_, [place = context_->place] { return concat("a sum over the ranks on ", place); },
+      *streams_.reduce, [place = context_->place] { return concat("a sum over the ranks on ", place); },
       [comm = channels_.reduce, tensor] { comm->allReduce(tensor, ReduceOp::Sum); });
-  context_->await(reduce_stream_->record());
+  context_->await(streams_.reduce->record());
 }
 
 void Runtime::close() {
@@ -544,7 +550,7 @@ void Runtime::close() {
   }
   context_->unsettled->settleBy(nullptr);
   forgetGraphs();
-  for (const auto& stream : {gather_stream_, reduce_stream_, offload_stream_, reload_stream_}) {
+  for (const auto& stream : {streams_.gather, streams_.reduce, streams_.offload, streams_.reload}) {
     try {
       stream->synchronize(context_->deadline());
     } catch (const std::exception& error) {

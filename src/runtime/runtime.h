@@ -37,6 +37,15 @@ struct ParamOptions {
   std::optional<at::ScalarType> reduce_dtype;  // the gradient buffer's when not given
 };
 
+// On which a runtime's operations run.
+struct Streams {
+  std::shared_ptr<Stream> gather;
+  std::shared_ptr<Stream> reduce;
+  std::shared_ptr<Stream> copy;  // of gradients into buckets
+  std::shared_ptr<Stream> offload;
+  std::shared_ptr<Stream> reload;
+};
+
 class Runtime {
  public:
   // Parameters live on `device`. `local_ranks` is the number of ranks on this host, which share its cores. `roll_call`
@@ -127,8 +136,8 @@ class Runtime {
   const std::shared_ptr<StateOffload>& states() const { return states_; }
   // Whether moving states to the host frees memory of the device (or is simulated on a CPU, for tests).
   bool hostIsApart() const;
-  const std::shared_ptr<Stream>& reduceStream() const { return reduce_stream_; }
-  const std::shared_ptr<Stream>& copyStream() const { return copy_stream_; }
+  const std::shared_ptr<Stream>& reduceStream() const { return streams_.reduce; }
+  const std::shared_ptr<Stream>& copyStream() const { return streams_.copy; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& processGroup() const { return process_group_; }
   CpuStreamMode streamMode() const { return mode_; }
   at::Device device() const { return device_; }
@@ -148,6 +157,7 @@ class Runtime {
   std::string facts() const;
   std::shared_ptr<Watchdog> makeWatchdog();
   std::shared_ptr<Stream> makeStream(const char* name, CpuStreamMode cpu_mode) const;
+  Streams makeStreams() const;
   // Called when an operation did not end: every later call of the runtime fails with this error.
   void giveUp(const std::string& what, const std::string& why);
   void abortChannels();
@@ -164,11 +174,7 @@ class Runtime {
   const CpuStreamMode mode_;  // where the device is the CPU
   const std::function<std::string()> roll_call_;
   std::shared_ptr<Watchdog> watchdog_;  // of a device's streams; null on CPU
-  std::shared_ptr<Stream> gather_stream_;
-  std::shared_ptr<Stream> reduce_stream_;
-  std::shared_ptr<Stream> copy_stream_;
-  std::shared_ptr<Stream> offload_stream_;
-  std::shared_ptr<Stream> reload_stream_;
+  const Streams streams_;
   const std::shared_ptr<HostCopies> host_copies_;
   const std::shared_ptr<StateOffload> states_;
   std::unordered_map<std::int64_t, std::shared_ptr<CustomOpExecutor>> executors_;

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -36,6 +37,20 @@ from deepcompile.sharding.state_offload import StateOffload
 _log = logging.getLogger("deepcompile")
 
 
+@dataclasses.dataclass
+class _Loop:
+    """Where the training loop is, and what it was warned of."""
+
+    micro_steps: int = 0  # backwards since the last optimizer step
+    awaits_step: bool = False  # a backward has ended, and step() was not called since
+    in_step: bool = False  # from the first forward to the update
+    trains: bool | None = None  # whether any parameter required a gradient at the last forward
+    #: The learning-rate schedule before the last update, while the device may still skip that update.
+    schedule_before: ScheduleState | None = None
+    warned_of_skip: bool = False
+    warned_of_discard: bool = False
+
+
 class Engine(EngineSurface):
     """Trains one sharded model. Made by :func:`initialize`."""
 
@@ -53,16 +68,8 @@ class Engine(EngineSurface):
         self.steps = 0
         self.skipped_steps = 0
         self._clipping = Clipping(self.sharding, config.gradient_clipping)
-        #: Backwards so far, and since the last optimizer step.
-        self.micro_steps = 0
-        self._micro_steps = 0
-        self._awaits_step = False
-        self._trains: bool | None = None  # whether any parameter required a gradient at the last forward
-        self._in_step = False  # from the first forward to the update
-        self._warned_of_skip = False
-        self._warned_of_discard = False
-        #: The learning-rate schedule before the last update, while the device may still skip that update.
-        self._schedule_before: ScheduleState | None = None
+        self.micro_steps = 0  # backwards so far
+        self._loop = _Loop()
         # Freeing gradient buffers at each update costs page faults on a CPU, so there only if the budget is "least". A
         # device's caching allocator returns memory at once.
         on_cpu = self.sharding.runtime.device.type == "cpu"
@@ -115,10 +122,10 @@ class Engine(EngineSurface):
         runtime = self.sharding.runtime
         # A forward of a completely frozen model (a GAN's other half) only passes gradients on: not a step of this engine.
         trains = any(sharded.param.requires_grad for sharded in self.sharding.params)
-        if trains != self._trains:  # (changes of single parameters are handled by update_trainable)
-            for sharded in self.sharding.params if self._trains is not None else ():
+        if trains != self._loop.trains:  # (changes of single parameters are handled by update_trainable)
+            for sharded in self.sharding.params if self._loop.trains is not None else ():
                 force_guard_check(sharded)
-            self._trains = trains
+            self._loop.trains = trains
         training = torch.is_grad_enabled() and trains
         if training:
             self._begin_step()
@@ -147,12 +154,12 @@ class Engine(EngineSurface):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when an optimizer step follows the next (or the last) backward."""
-        done = self._micro_steps - int(self._awaits_step)
+        done = self._loop.micro_steps - int(self._loop.awaits_step)
         return (done + 1) % self.gradient_accumulation_steps() == 0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """The gradients of ``loss``, divided by the accumulation steps, averaged over the ranks."""
-        if self._awaits_step:
+        if self._loop.awaits_step:
             raise RuntimeError(
                 "engine.backward was called twice without engine.step() between; call step() after every backward, it "
                 "updates at the accumulation boundary only"
@@ -180,20 +187,20 @@ class Engine(EngineSurface):
             raise
         self.sharding.end_backward()
         self.drift.stop()
-        self._micro_steps += 1
+        self._loop.micro_steps += 1
         self.micro_steps += 1
-        self._awaits_step = True
+        self._loop.awaits_step = True
         return loss
 
     def step(self) -> bool:
         """At the accumulation boundary: clips, updates, clears the gradients. True when parameters were updated."""
-        if not self._awaits_step:
+        if not self._loop.awaits_step:
             raise RuntimeError("engine.step was called without engine.backward(loss) before it, or after zero_grad()")
         boundary = self.is_gradient_accumulation_boundary()
-        self._awaits_step = False
+        self._loop.awaits_step = False
         if not boundary:
             return False
-        self._micro_steps = 0
+        self._loop.micro_steps = 0
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer; pass one to initialize, or config key 'optimizer'")
         self.drift.start()
@@ -210,7 +217,7 @@ class Engine(EngineSurface):
             self.steps += 1
             if self.lr_scheduler is not None:
                 if self._clipping.decides_late:
-                    self._schedule_before = ScheduleState(self.lr_scheduler, self.optimizer)
+                    self._loop.schedule_before = ScheduleState(self.lr_scheduler, self.optimizer)
                 self.lr_scheduler.step()
         else:
             if self.offload is not None:
@@ -225,18 +232,18 @@ class Engine(EngineSurface):
     def _settle_late_skip(self) -> None:
         """If the device skipped the last update, uncounts the step and restores the learning-rate schedule."""
         if self._clipping.pop_late_skip():
-            if self._schedule_before is not None:
-                self._schedule_before.restore()
+            if self._loop.schedule_before is not None:
+                self._loop.schedule_before.restore()
             self._skip(late=True)
-        self._schedule_before = None
+        self._loop.schedule_before = None
 
     def _begin_step(self) -> None:
-        if self._micro_steps == 0:  # also if the last forward had no backward
+        if self._loop.micro_steps == 0:  # also if the last forward had no backward
             self._update_trainable()
         else:
             self._refuse_changed_trainable()
-        if not self._in_step:  # the first forward of the step
-            self._in_step = True
+        if not self._loop.in_step:  # the first forward of the step
+            self._loop.in_step = True
             self.sharding.steps_begun += 1
             self.times.begin(self.sharding.runtime.wait_seconds())
             if self.offload is not None and self.optimizer is not None:
@@ -250,7 +257,7 @@ class Engine(EngineSurface):
         if names:
             raise RuntimeError(
                 f"rank {self.sharding.rank}: requires_grad of '{names[0]}'{' and others' if names[1:] else ''} was changed "
-                f"after {self._micro_steps} of {self.gradient_accumulation_steps()} micro-batches of an accumulation; "
+                f"after {self._loop.micro_steps} of {self.gradient_accumulation_steps()} micro-batches of an accumulation; "
                 "change it after engine.step() has updated, or throw the accumulation away first (engine.zero_grad())"
             )
 
@@ -260,12 +267,12 @@ class Engine(EngineSurface):
             _log.info("other parameters are trained from now on: %s changed", ", ".join(changed[:5]))
         if changed and isinstance(self.profile, ReplayProfile):  # the recorded steps trained other parameters
             self.profile.stop()
-            self._in_step = False  # so that begin_step is called on the new profile
+            self._loop.in_step = False  # so that begin_step is called on the new profile
             replays = self.config.compile.mode == "replay"
             self.profile = (ReplayProfile if replays else Profile)(self.sharding, self.profile.iterations)
 
     def _end_step(self) -> None:
-        self._in_step = False
+        self._loop.in_step = False
         self.times.end(self.sharding.runtime.wait_seconds())
         self.profile.end_step()
         if isinstance(self.profile, Profile) and self.profile.several_graphs:
@@ -293,9 +300,9 @@ class Engine(EngineSurface):
         self.skipped_steps += 1
         if late:
             self.steps -= 1  # counted when the host did not know yet that the device would skip it
-        if self._warned_of_skip:
+        if self._loop.warned_of_skip:
             return
-        self._warned_of_skip = True
+        self._loop.warned_of_skip = True
         names = [s.name for s in self.sharding.params if s.param.grad is not None and not s.param.grad.isfinite().all()]
         where = f"; on this rank in {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
         _log.warning(
@@ -311,7 +318,7 @@ class Engine(EngineSurface):
         """Discards the accumulated gradients. Within an accumulation this restarts it: the next micro-batch is its first.
         Every rank calls it.
         """
-        if self._micro_steps > 0:
+        if self._loop.micro_steps > 0:
             self._discard(self.sharding.params)
         self._clear_gradients()
 
@@ -325,12 +332,12 @@ class Engine(EngineSurface):
         found = [sharded for sharded in self.sharding.params if sharded.param in cleared]
         if not found:
             return
-        if not self._warned_of_discard and self.sharding.rank == 0:
-            self._warned_of_discard = True
+        if not self._loop.warned_of_discard and self.sharding.rank == 0:
+            self._loop.warned_of_discard = True
             _log.warning(
                 "zero_grad() was called after %d of %d micro-batches of an accumulation and throws their gradients away. "
                 "Said once. engine.step() clears gradients by itself: leave zero_grad() out where this is not meant",
-                self._micro_steps,
+                self._loop.micro_steps,
                 self.gradient_accumulation_steps(),
             )
         self._discard(found)
@@ -341,11 +348,11 @@ class Engine(EngineSurface):
         """Discards the accumulated gradients of these parameters."""
         self.sharding.runtime.discard_gradients([sharded.id for sharded in params])
         if {s.id for s in self.sharding.params if s.param.requires_grad} <= {sharded.id for sharded in params}:
-            self._micro_steps, self._awaits_step = 0, False
+            self._loop.micro_steps, self._loop.awaits_step = 0, False
             self.drift.leave_out()
             if isinstance(self.profile, ReplayProfile):
                 self.profile.stop()
-            self._in_step = False  # the next forward begins a new step, also for recording and measuring
+            self._loop.in_step = False  # the next forward begins a new step, also for recording and measuring
 
     def _clear_gradients(self) -> None:
         # Walking through the modules, as module.zero_grad() does, would take longer than many a kernel.
@@ -360,7 +367,7 @@ class Engine(EngineSurface):
     @property
     def gradients_pending(self) -> bool:
         """True between the first backward of an accumulation and its step."""
-        return self._micro_steps > 0
+        return self._loop.micro_steps > 0
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint saves of the engine."""
@@ -375,7 +382,7 @@ class Engine(EngineSurface):
 
     def load_progress(self, state: dict[str, Any]) -> None:
         self._clipping.pop_late_skip()  # discards the decision on an update from before the checkpoint was loaded
-        self._schedule_before = None
+        self._loop.schedule_before = None
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self.loss_scale.load_state_dict(state["loss_scale"])
         if self.lr_scheduler is not None and state["schedule"] is not None:
