@@ -75,8 +75,7 @@ class GradientReducer {
   // False while gradients only add up on this rank.
   bool communicates() const { return travel_ == GradientsTravel::InEveryBackward || backward_.updates; }
 
-  // -- a backward
-  // ------------------------------------------------------------------------------------------------------
+  // -- a backward --
 
   // `update`: an optimizer step follows.
   void begin(bool update);
@@ -99,8 +98,7 @@ class GradientReducer {
   // Discards what was accumulated for these parameters since the last update. All ranks call it, between backwards.
   void discard(const std::vector<std::int64_t>& ids);
 
-  // -- its order
-  // -------------------------------------------------------------------------------------------------------
+  // -- its order --
 
   // Sets the planned reductions from the next backward on. The same on all ranks. See PlannedReductions.
   void plan(std::vector<std::vector<std::int64_t>> buckets, std::size_t in_flight = 2);
@@ -109,8 +107,7 @@ class GradientReducer {
   // The order in which gradients enter the buckets, the same on all ranks; empty before the first backward.
   std::vector<std::int64_t> order() const;
 
-  // -- its state
-  // -------------------------------------------------------------------------------------------------------
+  // -- its state --
 
   bool open() const { return backward_.phase == Phase::Open; }
   // True if the open backward was begun by a gradient (the plain loop) and not by begin().
@@ -122,8 +119,7 @@ class GradientReducer {
   // The state in words, for messages and debuggers.
   std::string describe() const;
 
-  // -- what stages reduce with
-  // -----------------------------------------------------------------------------------------
+  // -- what stages reduce with --
 
   void flushAll();
   void reduceToOwners(at::ScalarType dtype);

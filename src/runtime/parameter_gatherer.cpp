@@ -284,26 +284,32 @@ at::Tensor ParameterGatherer::gather(std::int64_t ds_id, std::optional<at::Scala
 
 void ParameterGatherer::prefetch(const std::vector<std::int64_t>& ds_ids,
                                  const std::optional<std::vector<at::ScalarType>>& dtypes) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(!dtypes || dtypes->size() == ds_ids.size(), [&] {
     return concat("prefetch_params_fused: ", dtypes->size(), " dtypes for ", ds_ids.size(), " parameters (graph ",
                   parts_.graph_id, ", ", parts_.context->place, ")");
   });
-  std::vector<Wanted> wanted;
+  std::vector<CopyKey> keys;
   for (std::size_t i = 0; i < ds_ids.size(); ++i) {
     const DSParam& param = member(ds_ids[i]);
-    const Wanted w{ds_ids[i], dtypes ? (*dtypes)[i] : param.getDtype()};
-    const bool listed = std::any_of(wanted.begin(), wanted.end(),
-                                    [&](const Wanted& other) { return other.id == w.id && other.dtype == w.dtype; });
-    if (!listed && !hasCurrentCopy(w)) {
-      wanted.push_back(w);
+    keys.push_back({ds_ids[i], dtypes ? (*dtypes)[i] : param.getDtype()});
+  }
+  prefetchKeys(keys);
+}
+
+void ParameterGatherer::prefetchKeys(std::span<const CopyKey> keys) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<Wanted> wanted;
+  for (const CopyKey& key : keys) {
+    member(key.id);  // throws unless it is this graph's
+    if (std::find(wanted.begin(), wanted.end(), key) == wanted.end() && !hasCurrentCopy(key)) {
+      wanted.push_back(key);
     }
   }
   if (!wanted.empty()) {
     launch(wanted);
   }
-  for (const std::int64_t id : ds_ids) {
-    hold(id);
+  for (const CopyKey& key : keys) {
+    hold(key.id);
   }
 }
 

@@ -42,8 +42,7 @@ class ParameterGatherer {
 
   explicit ParameterGatherer(Parts parts);
 
-  // -- the operators' way: a gather, a wait, a release each
-  // ------------------------------------------------------------
+  // -- the operators' way: a gather, a wait, a release each --
 
   // Starts gathering the parameter, cast to `dtype` before the gather. Readable after wait(). If there is a valid copy,
   // returns it and launches nothing. `backward`: called while a backward is open.
@@ -56,8 +55,7 @@ class ParameterGatherer {
   // still holds it.
   void release(std::int64_t ds_id, std::int64_t n_users, ReleasedSize size = ReleasedSize::Zero);
 
-  // -- reads, which follow a schedule if there is one
-  // ---------------------------------------------------------------
+  // -- reads, which follow a schedule if there is one --
 
   // The gathered parameter, readable at once. The memory belongs to the returned tensor and its views and goes back to
   // the pool with the last of them; with `keep`, or for a persistent parameter, a copy also stays for later gathers
@@ -82,8 +80,7 @@ class ParameterGatherer {
     serve(schedule_.beginGraph(std::move(schedule), std::move(params), std::move(states)));
   }
 
-  // -- passes
-  // ----------------------------------------------------------------------------------------------------------
+  // -- passes --
 
   void beginForward();
   void beginBackward() { uses_.clear(); }
@@ -127,6 +124,7 @@ class ParameterGatherer {
   void launch(const Wanted& wanted) { launch({&wanted, 1}); }
   void launchNow(std::span<const Wanted> wanted);
   void gatherTogether(std::vector<Wanted>& wanted);
+  void prefetchKeys(std::span<const CopyKey> keys);
   bool hasCurrentCopy(const Wanted& wanted);
   void hold(std::int64_t ds_id);
   // Ends this graph's hold on the parameter; the last graph to do so frees its copies.

@@ -69,13 +69,7 @@ void ParameterGatherer::readGroup(const std::vector<std::int64_t>& ds_ids, const
 void ParameterGatherer::serve(const ScheduledReads::Step& step) {
   dropCopies(step.drop);
   for (const auto& together : step.gathers) {
-    std::vector<std::int64_t> ids;
-    std::vector<at::ScalarType> dtypes;
-    for (const CopyKey& key : together) {
-      ids.push_back(key.id);
-      dtypes.push_back(key.dtype);
-    }
-    prefetch(ids, dtypes);
+    prefetchKeys(together);
   }
 }
 

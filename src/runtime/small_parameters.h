@@ -19,8 +19,7 @@ class SmallParameters {
   bool firstGather() { return !std::exchange(gathered_, true); }
   // Notes a parameter of `bytes` that was gathered by copying, to be gathered with the others from the next step on.
   void note(const CopyKey& key, std::int64_t bytes) {
-    if (bytes <= kSmallBytes && bytes_ + bytes <= kTogetherBytes &&
-        stays_.try_emplace({key.id, key.dtype}, false).second) {
+    if (mayNote(bytes) && stays_.try_emplace({key.id, key.dtype}, false).second) {
       bytes_ += bytes;
     }
   }
